@@ -176,10 +176,12 @@ class FusedEngine(StatesEngine):
                 rest = None if gates is None else gates[-num_last:]
                 x = self._run(x, rest, steps, mask or self._no_skip, range(own, len(self.layers)))
         for one in forwards:
-            one.engine.cache.advance(len(one.ids))
-        counts = [min(one.num_logits, len(one.ids)) for one in forwards]
+            one.engine.cache.advance(one.ids.shape[0])
+        if len(forwards) == 1:
+            return [self.logits(x[-forwards[0].num_logits :], mask)]
+        counts = [min(one.num_logits, one.ids.shape[0]) for one in forwards]
         ends = [rows[-count:] for rows, count in zip(_split(x, steps), counts, strict=True)]
-        logits: Any = torch.split(self.logits(_joined(ends), mask), counts)
+        logits: Any = torch.split(self.logits(torch.cat(ends), mask), counts)
         return list(logits)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -285,7 +287,7 @@ class FusedEngine(StatesEngine):
 
     def _step(self, forward: Forward) -> _Step:
         start, tree = self.cache.length, forward.tree
-        stop = start + len(forward.ids)
+        stop = start + forward.ids.shape[0]  # which `len` takes longer to tell
         if stop > self.cache.capacity:
             raise ValueError(f"cache: capacity is {self.cache.capacity} tokens, a forward needs {stop}")
         positions = slice(start, stop) if tree is None else tree.positions(start, self.device)
@@ -348,7 +350,7 @@ class FusedEngine(StatesEngine):
             self._held.append(layer.states)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Forward:
     """What one session of an engine computes next."""
 
@@ -363,6 +365,8 @@ class Forward:
 
 def _split(x: torch.Tensor, steps: Sequence[_Step]) -> tuple[torch.Tensor, ...]:
     """Each one's rows."""
+    if len(steps) == 1:
+        return (x,)
     rows: Any = torch.split(x, [step.num_tokens for step in steps])
     return tuple(rows)
 

@@ -1278,9 +1278,14 @@ void attention_rows(const Attention& part, const Rows& rows, const std::vector<L
   long num_rotated = part.num_queries + num_own, first_gate = num_rotated + num_own;
   long num_heads = first_gate + (part.is_gated ? part.num_queries : 0);
   long attended_width = part.num_queries * head, group = part.num_queries / part.num_keys;
-  std::vector<Asked> texts;
-  std::vector<std::pair<int, long>> tasks;  // a text, and which of its own
-  std::vector<int> text_of(rows.count);
+  // Kept, so that a small model's step need not ask for memory in every layer.
+  thread_local std::vector<Asked> asked;
+  thread_local std::vector<std::pair<int, long>> wanted;  // a text, and which of its own tasks
+  thread_local std::vector<int> places;
+  auto &texts = asked;
+  auto &tasks = wanted;
+  auto &text_of = places;
+  texts.clear(), tasks.clear(), text_of.resize(rows.count);
   long num_rows = 0, num_sums = 0;
   for (const Look& look : looks) {
     int text = int(texts.size());
@@ -1820,7 +1825,8 @@ int layerskip_inputs_together(int kind) {
 
 void layerskip_attention(const Attention* part, const Rows* rows, const Look* looks, int num_looks, int keys_only) {
   in_pieces(*rows, part->out.out.outputs, [&](const Rows& piece, long first) {
-    std::vector<Look> own;
+    thread_local std::vector<Look> own;
+    own.clear();
     for (int t = 0; t < num_looks; first -= looks[t++].count) {
       Look look = looks[t];
       long from = first > 0 ? first : 0, stop = first + piece.count < look.count ? first + piece.count : look.count;

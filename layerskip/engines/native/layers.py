@@ -215,7 +215,7 @@ class NativeRun:
         if gates is not None:
             rows.gates, rows.gates_stride = gates.data_ptr(), gates.stride(0)
         own = [_text(one, x) for one in texts]
-        parts = (library.Text * len(texts))(*own)
+        parts = ctypes.byref(own[0]) if len(own) == 1 else (library.Text * len(own))(*own)
         done = self._kernels.layerskip_layers(self._layers, len(self._layers), ctypes.byref(rows), parts, len(texts))
         if done < len(self._layers):
             raise RuntimeError(f"layer {done}'s state does not stand where a forward begins")
