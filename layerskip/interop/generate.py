@@ -232,7 +232,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: Mapping[str, Any]) -> N
     """One row of ids without padding and nothing beside it."""
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise ValueError(
-            "input_ids: must be one row (batch 1, num_return_sequences 1), LayerSkipModel.generate_batch takes several; "
+            "input_ids: must be one row (batch 1, num_return_sequences 1), LayerSkipModel.generate_batch takes more; "
             f"got shape {tuple(input_ids.shape)}"
         )
     length = input_ids.shape[1]

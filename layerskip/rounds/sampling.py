@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -68,9 +69,17 @@ class Sampler:
 
     def choose(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
         """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
-        return choose(
-            shaped, None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
-        )
+        if self.greedy:
+            return choose(shaped, None)
+        if self.params.top_k and shaped.device.type == "cpu":  # elsewhere to count them would wait for the device
+            return torch.cat([self._choose_possible(row, place + i) for i, row in enumerate(shaped)])
+        return choose(shaped, self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device))
+
+    def _choose_possible(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
+        """(1,): the same from a row (V,) of which few are possible, up to rounding, in the time that so few take."""
+        ids = (shaped > float("-inf")).nonzero().squeeze(-1)
+        noise = self._noise.at(place, ids, shaped.shape[0], shaped.device)
+        return ids[choose(shaped[ids].unsqueeze(0), noise)]
 
     def choose_among(
         self, logits: torch.Tensor, rows: torch.Tensor | slice, place: int
@@ -78,7 +87,7 @@ class Sampler:
         """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone, where
         there is no penalty: the same as of all of them, up to rounding, in the time that so few take."""
         shaped = self.shape(logits[:, rows], ())
-        noise = None if self.greedy else self.noise(place, 1, logits.shape[1], logits.device)[:, rows]
+        noise = None if self.greedy else self._noise.at(place, rows, logits.shape[1], logits.device)
         found = choose(shaped, noise)
         return shaped, found if isinstance(rows, slice) else rows[found]
 
@@ -148,14 +157,14 @@ class PlaceNoise:
         self._generator = generator
         self._first = 0
         """Place of the first row held."""
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[_Row] = []
         self._states: list[torch.Tensor | None] = []
         """Of the generator before each row."""
 
     @property
     def nbytes(self) -> int:
         """Of the rows held."""
-        return sum(row.nbytes for row in self._rows)
+        return sum(row.drawn.nbytes for row in self._rows)
 
     def begin(self, place: int) -> None:
         """Rows from this place on are wanted; those of an earlier text are dropped."""
@@ -163,14 +172,22 @@ class PlaceNoise:
 
     def rows(self, place: int, count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
         """(count, vocab_size). Raises: ValueError for a place that is settled."""
+        return torch.cat([row.all() for row in self._held(place, count, vocab_size, device)])
+
+    def at(self, place: int, ids: torch.Tensor | slice, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """(1, n): of a place's row those of some token ids."""
+        (row,) = self._held(place, 1, vocab_size, device)
+        return row.at(ids)
+
+    def _held(self, place: int, count: int, vocab_size: int, device: torch.device) -> list[_Row]:
         if place < self._first:
             raise ValueError(f"place: must be at least {self._first}, those before are settled, got {place}")
         generator = _generator_of(device) if self._generator is None else self._generator
         start = place - self._first
         while len(self._rows) < start + count:
             self._states.append(None if generator is None else generator.get_state())
-            self._rows.append(_exponential(vocab_size, device, generator))
-        return torch.cat(self._rows[start : start + count])
+            self._rows.append(_Row.of(vocab_size, device, generator))
+        return self._rows[start : start + count]
 
     def settle(self, place: int) -> None:
         """Rows before this place are not wanted any more."""
@@ -182,28 +199,46 @@ class PlaceNoise:
         """Take back the rows from this place on, unless somebody else has drawn from the generator since."""
         self.settle(place)
         if self._rows:
-            last = self._rows[-1]
+            last = self._rows[-1].drawn
             generator = _generator_of(last.device) if self._generator is None else self._generator
             if generator is not None and self._states[0] is not None and self._states[-1] is not None:
                 now = generator.get_state()
                 generator.set_state(self._states[-1])
-                _exponential(last.shape[1], last.device, generator)
+                _Row.of(last.shape[1], last.device, generator)
                 is_ours = torch.equal(generator.get_state(), now)
                 generator.set_state(self._states[0] if is_ours else now)
         self.begin(place)
 
 
-def _exponential(count: int, device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """(1, count): what `exponential_` draws."""
-    if device.type == "cpu" and _are_logarithms():
-        return _logarithms(count, generator)
-    return torch.empty(1, count, device=device).exponential_(generator=generator)
+@dataclass
+class _Row:
+    """What `exponential_` draws, (1, V)."""
+
+    drawn: torch.Tensor
+    is_uniform: bool
+    """On a CPU torch takes the logarithms of uniform numbers one after another: here of those wanted alone, and of
+    several at a time."""
+
+    @classmethod
+    def of(cls, count: int, device: torch.device, generator: torch.Generator | None) -> _Row:
+        if device.type == "cpu" and _are_logarithms():
+            return cls(torch.empty(1, count, dtype=torch.float64).uniform_(generator=generator), is_uniform=True)
+        return cls(torch.empty(1, count, device=device).exponential_(generator=generator), is_uniform=False)
+
+    def all(self) -> torch.Tensor:
+        if self.is_uniform:
+            self.drawn, self.is_uniform = _logarithms(self.drawn), False
+        return self.drawn
+
+    def at(self, ids: torch.Tensor | slice) -> torch.Tensor:
+        """(1, n)."""
+        some = self.drawn[:, ids]
+        return _logarithms(some) if self.is_uniform else some
 
 
-def _logarithms(count: int, generator: torch.Generator | None) -> torch.Tensor:
-    """The same on a CPU in a third of the time, as torch takes the logarithm of one number after another there."""
-    uniform = torch.empty(1, count, dtype=torch.float64).uniform_(generator=generator)
-    return uniform.neg_().log1p_().neg_().float()
+def _logarithms(uniform: torch.Tensor) -> torch.Tensor:
+    """Exponential numbers from uniform ones in float64."""
+    return uniform.neg().log1p_().neg_().float()
 
 
 @cache
@@ -211,7 +246,8 @@ def _are_logarithms() -> bool:
     """Whether this torch draws exponential numbers so, which it promises nowhere."""
     first, second = (torch.Generator().manual_seed(1) for _ in range(2))
     drawn = torch.empty(1, 1 << 12).exponential_(generator=first)
-    return torch.equal(drawn, _logarithms(1 << 12, second)) and torch.equal(first.get_state(), second.get_state())
+    uniform = torch.empty(1, 1 << 12, dtype=torch.float64).uniform_(generator=second)
+    return torch.equal(drawn, _logarithms(uniform)) and torch.equal(first.get_state(), second.get_state())
 
 
 def choose(shaped: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from layerskip.huggingface.kv_cache import SharedLengthCache, StaticCache
 from layerskip.model import GenerateOutput
 from layerskip.rounds import device_round as device_round_module
 from layerskip.rounds import round_work as round_work_module
+from layerskip.rounds import sampling as sampling_module
 from layerskip.rounds.sampling import Sampler
 from tests.layerskip import zoo
 from tests.layerskip.huggingface.test_adapter import PlantedError, gates_on
@@ -163,12 +164,13 @@ def test_every_stage_of_a_round(
 def test_drawing(engine: str, models: dict[str, LayerSkipModel], monkeypatch: Any) -> None:
     """Of draft tokens and of the target's, and on the device the noise of a whole round."""
     model = models[engine]
-    names = {"noise": 2} if engine.startswith("graph") else {"choose": GAMMA + 2, "noise": GAMMA + 2}
+    on_device = engine.startswith("graph")
+    found = [(Sampler, "noise", 2)] if on_device else [(one, "choose", GAMMA + 2) for one in (Sampler, sampling_module)]
     sampling: dict[str, Any] = {"do_sample": True, "seed": 3}
     expected = run(model, **sampling)
-    for name, num_calls in names.items():
+    for owner, name, num_calls in found:
         for call in range(num_calls):
-            with failing(monkeypatch, Sampler, name, call, after=True), pytest.raises(PlantedError):
+            with failing(monkeypatch, owner, name, call, after=True), pytest.raises(PlantedError):
                 run(model, **sampling)
             assert_sound(model, expected, **sampling)
 
