@@ -491,20 +491,28 @@ class LayerSkipModel:
         **arguments: Any,
     ) -> list[GenerateOutput]:
         """`generate` for each prompt with these arguments, the outputs in the same order; up to max_batch_size texts at
-        a time share forwards, and where one ends the next begins.
+        a time share forwards, and where one ends the next begins. With a `seed` the i-th has seed + i, from i = 0.
 
         A step of several texts takes hardly longer than of one, so a draft saves less: while more than max_drafting are
         decoded, by default what the config says or else 2, none of them drafts. The output is that of `generate` for
         each alone, to the bit where sublayers are compiled for this CPU; else up to ties.
         Raises: ValueError as `generate`, and without the engine `fused`; for a `generator`, which has no order here.
         """
-        for name, value, least in (("max_batch_size", max_batch_size, 1), ("max_drafting", max_drafting, 0)):
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
+        least = {"max_batch_size": (max_batch_size, 1)} | (
+            {} if max_drafting is None else {"max_drafting": (max_drafting, 0)}
+        )
+        for name, (value, smallest) in least.items():
+            if type(value) is not int or value < smallest:
+                raise ValueError(f"{name}: must be a whole number of at least {smallest}, got {value!r}")
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts: must be several, got a text: {prompts!r:.80}")
         if arguments.get("generator") is not None:
             raise ValueError("generator: of a batch each text draws by itself; give a seed")
-        batch = Batch(max_drafting)
-        streams = [self.stream(one, **arguments, batch=batch) for one in prompts]
+        batch, seed = Batch(max_drafting), arguments.pop("seed", None)
+        seeds = [seed + i if isinstance(seed, Integral) else seed for i in range(len(prompts))]
+        streams = [
+            self.stream(one, **arguments, seed=own, batch=batch) for one, own in zip(prompts, seeds, strict=True)
+        ]
         batch.run_all([partial(deque, one, 0) for one in streams], max_batch_size)
         return [one.output() for one in streams]
 

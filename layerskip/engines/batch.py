@@ -8,8 +8,7 @@ leaves between two forwards, which is known as continuous batching.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -19,6 +18,18 @@ from layerskip.config.validated import MAX_DRAFTING
 from layerskip.engines.fused import Forward, FusedEngine
 from layerskip.engines.tree import DraftTree
 
+PROMPT_PIECE = 32
+"""Tokens: with each such piece of a prompt the others go on by a token (`python -m studies.engine.batches`)."""
+
+
+class _Shared(NamedTuple):
+    """Forwards that are alike in these are computed in one."""
+
+    drafts: bool
+    weights: int
+    mask: SkipMask | None
+    kept_layers: tuple[int, ...]
+
 
 class Batch:
     """Runs in turns, on one thread: functions that decode on its slots, and need not know of each other.
@@ -27,9 +38,10 @@ class Batch:
     Cost: a forward's rows share its weights but where layers keep a state; each text has a cache of its own.
     """
 
-    def __init__(self, max_drafting: int | None = None) -> None:
-        """max_drafting: while more run none of them drafts; None: as each one's slot says."""
-        self.max_drafting = max_drafting
+    def __init__(self, max_drafting: int | None = None, *, prompt_piece: int = PROMPT_PIECE) -> None:
+        """max_drafting: while more run none of them drafts; None: as each one's slot says. prompt_piece: most tokens of
+        a prompt that go into a forward which others wait for."""
+        self.max_drafting, self.prompt_piece = max_drafting, prompt_piece
         self._runs: set[greenlet] = set()
         self._waiting: dict[greenlet, Forward] = {}
         self._computed: dict[greenlet, torch.Tensor | Exception] = {}
@@ -89,23 +101,20 @@ class Batch:
         return logits
 
     def _compute(self) -> None:
-        """Drafts come first, so that verifications find each other."""
-
-        def group_of(run: greenlet) -> tuple[bool, int, int, tuple[int, ...]]:
-            one = self._waiting[run]
-            slot, mask = one.engine, one.mask
-            assert isinstance(slot, Slot)
-            return not slot.drafts_by(mask), id(slot.weights), hash(mask), () if mask else slot.kept_layers
-
-        for _, group in groupby(sorted(self._waiting, key=group_of), group_of):
-            runs = list(group)
-            forwards = [self._waiting.pop(run) for run in runs]
-            try:
-                found: list[Any] = forwards[0].engine.compute(forwards)
-            except Exception as error:  # noqa: BLE001 - raised where it was waited for
-                found = [error] * len(runs)
-            self._computed.update(zip(runs, found, strict=True))
+        """What some wait for together. Drafts come first, so that verifications find each other."""
+        groups: dict[Any, list[greenlet]] = {}
+        for run, one in self._waiting.items():
+            assert isinstance(one.engine, Slot)
+            groups.setdefault(one.engine.shared_by(one.mask), []).append(run)
+        if not groups:
             return
+        runs = next((group for key, group in groups.items() if key.drafts), next(iter(groups.values())))
+        forwards = [self._waiting.pop(run) for run in runs]
+        try:
+            found: list[Any] = forwards[0].engine.compute(forwards)
+        except Exception as error:  # noqa: BLE001 - raised where it was waited for
+            found = [error] * len(runs)
+        self._computed.update(zip(runs, found, strict=True))
 
     def _go_on(self, run: greenlet, *found: torch.Tensor, error: Exception | None = None) -> None:
         try:
@@ -128,7 +137,7 @@ class Slot(FusedEngine):
     ) -> None:
         """max_drafting: while more texts run this one does not draft. drafts: whether the engine is a draft model's."""
         vars(self).update(vars(engine))
-        self.weights, self._batch, self._drafts = engine, batch, drafts
+        self._weights, self._batch, self._drafts = engine, batch, drafts
         self._max_drafting = max_drafting
         self._cache = self._states = None
         self._kept_layers, self._runs, self._held = (), {}, []
@@ -141,12 +150,18 @@ class Slot(FusedEngine):
         return self._batch.num_running <= most
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
+        most = max(self._batch.prompt_piece, num_logits)
+        while len(input_ids) > most and self._batch.num_running > 1:
+            self._batch.wait_for(Forward(self, input_ids[:most], 1, mask))
+            input_ids = input_ids[most:]
         return self._batch.wait_for(Forward(self, input_ids, num_logits, mask))
 
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         """See `Engine`."""
         return self._batch.wait_for(Forward(self, input_ids, tree.num_rows, tree=tree))
 
-    def drafts_by(self, mask: SkipMask | None) -> bool:
-        """Whether a forward under this mask drafts."""
-        return self._drafts or mask is not None
+    def shared_by(self, mask: SkipMask | None) -> _Shared:
+        """What forwards under this mask have in common with those of other slots that they are computed with."""
+        return _Shared(
+            self._drafts or mask is not None, id(self._weights), mask, self.kept_layers if mask is None else ()
+        )

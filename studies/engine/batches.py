@@ -20,6 +20,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.config.sampling_regime import Sampling
+from layerskip.engines.batch import Batch
 from search.study.prompts import encode_prompts, load_prompts
 from search.study.spec import load_spec
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
@@ -27,6 +28,8 @@ from studies.results import STUDIES, check_out, facts, finish, markdown_table, r
 PROG = "studies.engine.batches"
 PLAIN, DRAFTING, HUGGING_FACE = "plain", "each drafts", "generate, padded"
 _SEED = 1
+_LONG, _PIECES, _NUM_BEFORE, _NUM_BESIDE = 512, (512, 128, 64, 32, 16), 8, 64
+"""Of what joins: tokens of the prompt and of its pieces; and of the other text, tokens before it and in all."""
 Decode = Callable[[Sequence[tuple[int, ...]]], list[list[int]]]
 
 
@@ -99,8 +102,38 @@ def measure(
     ]
 
 
+def joining(model: LayerSkipModel, prompts: Sequence[tuple[int, ...]], pieces: Sequence[int]) -> list[dict[str, Any]]:
+    """What a text waits for at most, and the other for its first token, where a long prompt (all of these one after the
+    other, up to `_LONG` tokens) joins a text that is decoded plainly; by the number of tokens in a piece of it."""
+    long = tuple(token for one in prompts for token in one)[:_LONG]
+    arguments: dict[str, Any] = {"config": DecodeConfig.plain(model.num_layers), "do_sample": False, "eos_token_id": []}
+    rows = []
+    for piece in pieces:
+        batch, times, first = Batch(prompt_piece=piece), list[float](), list[float]()
+
+        def decode(batch: Batch = batch, times: list[float] = times) -> None:
+            for _ in model.stream(prompts[0], max_new_tokens=_NUM_BESIDE, batch=batch, **arguments):
+                times.append(time.perf_counter())
+
+        def join(batch: Batch = batch, first: list[float] = first) -> None:
+            for _ in model.stream(long, max_new_tokens=2, batch=batch, **arguments):
+                first.append(time.perf_counter())
+
+        batch.start(decode)
+        while len(times) < _NUM_BEFORE:
+            batch.step()
+        begun = time.perf_counter()
+        batch.start(join)
+        while batch.num_running:
+            batch.step()
+        waits = np.diff(times)
+        usual, longest = float(np.median(waits[: _NUM_BEFORE - 1])), float(waits.max())
+        rows.append({"piece": piece, "usual_s": usual, "longest_s": longest, "first_token_s": first[0] - begun})
+    return rows
+
+
 def table(record: Mapping[str, Any]) -> str:
-    """A line for each number of texts; against plain and drafting ones one at a time."""
+    """A line for each number of texts; against plain and drafting ones one at a time. Then what a prompt holds up."""
     rows = []
     for regime in record["regimes"]:
         by_way = {(one["size"], one["way"]): one for one in regime["ways"]}
@@ -112,7 +145,13 @@ def table(record: Mapping[str, Any]) -> str:
             times = [f"{rate / base:.2f}" for base in alone]
             rows.append([f"{regime['regime']}, {size} at once, {way}", f"{rate:.1f}{ends}", *times, same])
     header = ("text, way", "tokens/s", "times plain alone", "times drafting alone", "identical")
-    return markdown_table(header, rows)
+    held_up = [
+        [str(one["piece"]), *(f"{1000 * one[name]:.0f}" for name in ("usual_s", "longest_s", "first_token_s"))]
+        for one in record["joining"]
+    ]
+    columns = ("tokens of a piece", "a token, ms", "the longest, ms", "to the other's first, ms")
+    text = f"A text beside which a prompt of {_LONG} tokens is computed:"
+    return f"{markdown_table(header, rows)}\n{text}\n\n{markdown_table(columns, held_up)}"
 
 
 def build_parser() -> OneLineParser:
@@ -157,6 +196,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ways[most, HUGGING_FACE] = theirs(model, most, count, sampling)
         found = measure(ways, prompts, arguments.repeats)
         record["regimes"].append({"regime": sampling.name, "ways": found})
+    record["joining"] = joining(model, prompts, _PIECES)
     finish(arguments.out, record, table(record))
     return 0
 

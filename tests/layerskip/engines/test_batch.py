@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,8 +28,9 @@ def check_alone(model: LayerSkipModel, max_batch_size: int = 3, **arguments: Any
     together = model.generate_batch(
         PROMPTS, max_batch_size=max_batch_size, max_drafting=max_batch_size, max_new_tokens=12, **arguments
     )
-    for prompt, one in zip(PROMPTS, together, strict=True):
-        alone = model.generate(prompt, max_new_tokens=12, **arguments)
+    for i, (prompt, one) in enumerate(zip(PROMPTS, together, strict=True)):
+        seeded = {"seed": arguments["seed"] + i} if "seed" in arguments else {}
+        alone = model.generate(prompt, max_new_tokens=12, **arguments | seeded)
         assert (one.ids, one.origins, one.finish_reason) == (alone.ids, alone.origins, alone.finish_reason)
         assert one.stats.counters() == alone.stats.counters()
 
@@ -59,6 +61,17 @@ def test_every_architecture(name: str, sampled: bool) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS + TRAINED + TREES)
 def test_every_drafter(name: str, drafter: str) -> None:
     check_alone(zoo.layerskip_of(name), config=config_of(drafter, name, MASK))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS + TRAINED + TREES)
+def test_drafts_begin_once_few_texts_are_left(drafter: str) -> None:
+    model, batch, config = zoo.layerskip_of("llama fused"), Batch(1), config_of(drafter, "llama", MASK)
+    streams = [model.stream(PROMPT, max_new_tokens=most, config=config, batch=batch) for most in (4, 30)]
+    batch.run_all([partial(deque, one, 0) for one in streams], 2)
+    expected = model.generate(PROMPT, max_new_tokens=30).ids
+    assert [one.output().ids for one in streams] == [expected[:4], expected]
+    assert [one.stats.num_drafted > 0 for one in streams] == [False, True]
+    assert streams[1].stats.num_target_only >= 3
 
 
 @pytest.mark.skipif("glm4-moe" not in zoo.FUSED, reason="no kernels here")
@@ -92,6 +105,20 @@ def test_each_forward_is_computed_once_for_all_and_a_text_that_ends_makes_room(c
     model.generate_batch([PROMPT, PROMPT[2:]], max_new_tokens=4, config=config)
     assert all(len(one) == 2 for one in computed[:4])
     assert [one[0].mask for one in computed[:4]] == [None, MASK, MASK, None]
+
+
+def test_a_prompt_comes_in_pieces_beside_others_and_whole_alone(computed: list[list[Forward]]) -> None:
+    model, batch, plain = zoo.layerskip_of("llama fused"), Batch(prompt_piece=8), DecodeConfig.plain(zoo.NUM_LAYERS)
+    long, short = zoo.prompt_of(20, seed=1), zoo.prompt_of(3, seed=2)
+    streams = [model.stream(one, max_new_tokens=9, config=plain, batch=batch) for one in (short, long, long)]
+    batch.run_all([partial(deque, one, 0) for one in streams[:2]], 2)
+    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[3], [1, 8], [1, 8], [1, 4]]
+    computed.clear()
+    batch.run_all([partial(deque, streams[2], 0)], 2)
+    assert len(computed[0][0].ids) == 20
+    assert [one.output().ids for one in streams] == [
+        model.generate(one, max_new_tokens=9).ids for one in (short, long, long)
+    ]
 
 
 def test_a_conversation_goes_on_in_a_batch() -> None:
@@ -168,6 +195,10 @@ def test_runs_are_ended_where_they_are_and_inference_mode_with_them() -> None:
         (
             lambda: partial(zoo.layerskip_of("llama fused").generate_batch, max_batch_size=0),
             "max_batch_size: must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: lambda _: zoo.layerskip_of("llama fused").generate_batch("def read("),
+            "prompts: must be several, got a text: 'def read\\('",
         ),
         (
             lambda: partial(zoo.layerskip_of("llama fused").generate_batch, generator=torch.Generator()),
