@@ -19,6 +19,7 @@ from layerskip.benchmark import memory
 from layerskip.rounds import sampling
 from studies.demo.corpus import Module
 from studies.engine import (
+    batches,
     draft_bits,
     draft_vocab,
     families,
@@ -105,6 +106,27 @@ def test_draft_vocab_tells_shares_and_speeds(tmp_path: Path, capsys) -> None:
         assert [way["name"] for way in one["ways"]][:3] == ["all", "the first 1024", "the likeliest 1024"]
         assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
     assert draft_vocab.table(record) in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_batches_tells_tokens_a_second_and_what_a_prompt_holds_up(tmp_path: Path, capsys) -> None:
+    given = ["--prompts", "3", "--sizes", "2", "3", "--new-tokens", "6", "--repeats", "2"]
+    assert batches.main([*given, "--out", str(tmp_path / "batches.json")]) == 0
+    record = json.loads((tmp_path / "batches.json").read_text())
+    assert [one["regime"] for one in record["regimes"]] == ["greedy", "t0.7"]
+    for one in record["regimes"]:
+        ways = [(way["size"], way["way"]) for way in one["ways"]]
+        own = [(size, way) for size in (1, 2, 3) for way in (batches.PLAIN, batches.DRAFTING)]
+        assert ways == [*own, (3, batches.HUGGING_FACE)]
+        assert all(len(way["tokens_per_s"]) == 2 for way in one["ways"])
+        assert all(way["num_identical"] == 3 for way in one["ways"] if way["way"] != batches.HUGGING_FACE)
+        if one["regime"] == "greedy":
+            assert one["ways"][-1]["num_identical"] == 3
+    assert [one["piece"] for one in record["joining"]] == [512, 128, 64, 32, 16]
+    assert record["joining"][0]["longest_s"] > record["joining"][-1]["longest_s"]
+    assert (tmp_path / "batches.md").read_text() in capsys.readouterr().out
+    assert batches.main(["--sizes", "1"]) == 2
 
 
 @pytest.mark.usefixtures("with_whole_drafts")
