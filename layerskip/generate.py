@@ -24,6 +24,7 @@ from layerskip.config.sampling_regime import Sampling
 if TYPE_CHECKING:
     from layerskip.command_line.compare import Comparison
     from layerskip.config.decode_config import DecodeConfig
+    from layerskip.decoding.text_stream import TextStream
     from layerskip.model import GenerateOutput, LayerSkipModel
 
 PROG = "layerskip.generate"
@@ -116,6 +117,7 @@ def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig) -
         "repetition_penalty": arguments.repetition_penalty,
         "stop_strings": arguments.stop,
         "seed": arguments.seed,
+        "continues_text": arguments.chat is None,
     }
 
 
@@ -128,8 +130,8 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    marked = MarkedText(model.tokenizer) if show_drafts else None
     stream = model.stream(prompt_ids, **generation)
+    marked = MarkedText(model.tokenizer, stream.new_text()) if show_drafts else None
     for piece in stream:
         if marked is None:
             sys.stdout.write(piece.text)
@@ -150,11 +152,9 @@ def _stream(model: LayerSkipModel, prompt_ids: list[int], generation: dict[str, 
 class MarkedText:
     """Prints tokens one by one, each in the style of its origin; on a terminal rejected drafts too, struck through."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        from layerskip.decoding.text_stream import TextStream
-
+    def __init__(self, tokenizer: Any, text: TextStream) -> None:
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer)
+        self._text = text
         self._origin = "target-only"
 
     def write(self, console: Any, ids: list[int], origins: list[str], rejected: dict[int, list[int]]) -> None:
@@ -211,7 +211,7 @@ def _print_comparison(
         from rich.console import Console
 
         console = Console(highlight=False, soft_wrap=True, markup=False)
-        marked = MarkedText(model.tokenizer)
+        marked = MarkedText(model.tokenizer, comparison.stream.new_text())
         marked.write(console, comparison.output.ids, comparison.output.origins, comparison.output.rejected)
         marked.finish(console)
         sys.stdout.write("\n")

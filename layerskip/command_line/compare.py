@@ -12,7 +12,7 @@ import torch
 from layerskip.analysis.identity import IdentityReport, check_identity
 from layerskip.analysis.repetition import repeated_ngram_share
 from layerskip.config.decode_config import DecodeConfig
-from layerskip.model import GenerateOutput, LayerSkipModel
+from layerskip.model import GenerateOutput, GenerationStream, LayerSkipModel
 
 _WARM_UP_TOKENS = 16
 
@@ -21,8 +21,8 @@ _WARM_UP_TOKENS = 16
 class Comparison:
     """Repeats of one prompt, plain and speculative in turns."""
 
-    config: DecodeConfig
-    """What the speculative runs followed: of a config with regimes, the setting for their sampling."""
+    stream: GenerationStream
+    """A speculative run that was not begun; its config is, of one with regimes, the setting for their sampling."""
     output: GenerateOutput
     """The last speculative run."""
     tokens_per_s: float | None
@@ -39,6 +39,11 @@ class Comparison:
     identity: IdentityReport | None
     """None when sampling from a caller's generator, which no two runs draw the same numbers from."""
 
+    @property
+    def config(self) -> DecodeConfig:
+        """What the speculative runs followed."""
+        return self.stream.config
+
 
 def compare(
     model: LayerSkipModel, prompt_ids: list[int], config: DecodeConfig, *, num_repeats: int = 5, **arguments: Any
@@ -53,7 +58,8 @@ def compare(
         first_seed = arguments.pop("seed", None)
         first_seed = int(torch.randint(1 << 62, ())) if first_seed is None else first_seed
         seeds = [{"seed": first_seed + repeat} for repeat in range(num_repeats)]
-    config = model.stream(prompt_ids, config=config, **arguments).config  # decodes nothing
+    stream = model.stream(prompt_ids, config=config, **arguments)  # decodes nothing
+    config = stream.config
     plain_config = DecodeConfig.plain(model.num_layers)
     warm_up = arguments | {"max_new_tokens": min(_WARM_UP_TOKENS, arguments.get("max_new_tokens", _WARM_UP_TOKENS))}
     for each in (plain_config, config):
@@ -70,7 +76,7 @@ def compare(
     comparable = not speculative.sampled or bool(seeds[-1])
     sampler = model.sampler(**arguments, **seeds[-1]) if speculative.sampled else None
     return Comparison(
-        config=config,
+        stream=stream,
         output=speculative,
         tokens_per_s=rate,
         plain_tokens_per_s=plain_rate,

@@ -20,7 +20,9 @@ from layerskip import (
     Sampling,
     SkipMask,
 )
+from layerskip.decoding.text_stream import TextStream
 from layerskip.generate import MarkedText, main
+from tests.layerskip import tokenizers
 
 DEMO_MODEL = Path(__file__).parents[2] / "studies" / "demo" / "model"
 PROMPT = "def read("
@@ -124,7 +126,7 @@ def test_a_terminal_sees_rejected_drafts_where_they_stood(demo_model) -> None:
     console = Console(
         file=io.StringIO(), force_terminal=True, soft_wrap=True, color_system="standard", highlight=False, markup=False
     )
-    marked = MarkedText(demo_model.tokenizer)
+    marked = MarkedText(demo_model.tokenizer, TextStream(demo_model.tokenizer))
     marked.write(console, output.ids, output.origins, output.rejected)
     marked.finish(console)
     shown = console.file.getvalue()
@@ -152,6 +154,20 @@ def test_an_accepted_sibling_is_shown_as_accepted(demo_model, capsys) -> None:
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == output.text.rstrip("\n")
     assert f"{output.stats.num_sibling_hits} siblings accepted of {output.stats.num_siblings}" in err
+
+
+@pytest.mark.parametrize("flags", [(), ("--show-drafts",), ("--compare", "--repeats", 1), ("--json",)])
+def test_the_text_goes_on_from_the_prompts_whatever_its_tokenizer_drops(
+    flags: tuple[object, ...], tmp_path: Path, capsys
+) -> None:
+    model, prompt = tokenizers.target_of("byte_fallback"), "The reader opens"
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False).text
+    assert expected.startswith(" ")
+    assert run("--model", tmp_path, "--prompt", prompt, "--max-new-tokens", 6, "--no-do-sample", *flags) == 0
+    out = capsys.readouterr().out
+    assert (json.loads(out)["text"] if "--json" in flags else out.removesuffix("\n")) == expected
 
 
 def test_json_holds_the_documented_fields(config_file: Path, capsys) -> None:
