@@ -189,9 +189,9 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
 
 
 def _batch_size(asked: int | None, model: LayerSkipModel) -> int:
-    needs = model.batch_refusal or (None if model.engine.batch_invariant else "layers compiled for a CPU")
+    needs = model.batch_refusal
     if asked is None:
-        return _DEFAULT_BATCH if needs is None else 1
+        return _DEFAULT_BATCH if needs is None and model.engine.batch_invariant else 1
     if asked > 1 and needs is not None:
         raise ValueError(f"--max-batch-size: must be 1 without {needs}; got {asked}")
     return asked
@@ -229,19 +229,21 @@ def describe(model: LayerSkipModel, settings: ServerSettings, config_file: Path 
         *_regimes(config),
         f"limits    {settings.max_context} tokens a request, {settings.max_new_tokens} of them new, "
         f"{settings.queue_limit} requests waiting, {'no' if settings.api_key is None else 'an'} API key",
-        *_batch(config, settings),
+        *_batch(model, settings),
         *_kept(config, settings),
         f"try       curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
     ]
 
 
-def _batch(config: DecodeConfig, settings: ServerSettings) -> list[str]:
+def _batch(model: LayerSkipModel, settings: ServerSettings) -> list[str]:
     if settings.max_batch_size == 1:
         return []
+    config = model.config
     most = [one.max_drafting or MAX_DRAFTING for _, one in config.named_settings() if one.gamma > 0]
     if most and settings.max_drafting is not None:
         most = [settings.max_drafting]
     more = f"; while they are more than {' or '.join(map(str, dict.fromkeys(most)))} none drafts" if most else ""
+    more += "" if model.engine.batch_invariant else "; how many they are may flip near-ties, of seeded ones too"
     return [f"batch     up to {settings.max_batch_size} requests decoded at once{more}"]
 
 

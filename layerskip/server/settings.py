@@ -21,8 +21,8 @@ class ServerSettings:
     max_new_tokens: int = 4096
     """Most output tokens that a request may ask for."""
     max_batch_size: int = 1
-    """Requests that are decoded at once. More than one only on an engine that is `batch_invariant`, so that no answer
-    depends on what else is asked at that time."""
+    """Requests that are decoded at once. On an engine that is `batch_invariant` no answer depends on what else is asked
+    at that time, on others up to rounding."""
     max_drafting: int | None = None
     """While more are decoded, none of them drafts; None: as the config says."""
     queue_limit: int = 16

@@ -28,6 +28,7 @@ from layerskip import (
     SuffixLookup,
 )
 from layerskip.config.usual_lookups import lookup_else
+from layerskip.engines.eager import EagerEngine
 from layerskip.serve import KEY_VARIABLE, describe, main
 from layerskip.server.settings import ServerSettings
 from tests.layerskip import zoo
@@ -213,3 +214,21 @@ def test_a_missing_extra_is_one_line_that_names_it(refused, monkeypatch) -> None
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     err = refused(run, *DEMO)
     assert err.startswith("layerskip.serve: error: needs the serve extra, pip install 'layerskip[serve]': ")
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_it_says_how_many_are_decoded_at_once_and_when_none_drafts(invariant: bool, monkeypatch) -> None:
+    monkeypatch.setattr(EagerEngine, "batch_invariant", invariant)
+
+    def said(most: int | None, **asked: int) -> list[str]:
+        config = DecodeConfig(skip_mask=SkipMask.from_layers(4, [1]), gamma=3, max_drafting=most)
+        one = LayerSkipModel(zoo.model_of("llama"), config=config, engine="eager")
+        lines = describe(one, ServerSettings("m", 96, **asked), None, "http://x")
+        return [line.removeprefix("batch     ") for line in lines if line.startswith("batch")]
+
+    ties = "" if invariant else "; how many they are may flip near-ties, of seeded ones too"
+    up_to, none = "up to 8 requests decoded at once", "none drafts"
+    assert said(4, max_batch_size=8) == [f"{up_to}; while they are more than 4 {none}{ties}"]
+    assert said(None, max_batch_size=8) == [f"{up_to}; while they are more than 2 {none}{ties}"]
+    assert said(4, max_batch_size=8, max_drafting=0) == [f"{up_to}; while they are more than 0 {none}{ties}"]
+    assert said(4) == []
