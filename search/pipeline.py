@@ -326,7 +326,11 @@ class SearchRun:
         if result.winner is None or decoder.batch_refusal is not None:
             return result
         progress = self._progress("confirm", "numbers of texts decoded at once")
-        speeds = batch_speeds(decoder, prompts, result.config, progress)
+        try:
+            speeds = batch_speeds(decoder, prompts, result.config, progress)
+        except (RuntimeError, MemoryError) as error:  # no memory for so many texts, say; the verdict stands
+            self._say.warn(f"several texts at once: {type(error).__name__}: {error}")
+            return result
         if not speeds:
             return result
         most = most_drafting(speeds)

@@ -49,6 +49,17 @@ def test_nothing_is_measured_without_a_winner_or_an_engine_for_it(tmp_path: Path
     assert bench.summary()["batches"] == []
 
 
+def test_a_failure_in_it_leaves_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> float:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(FakeDecoder, "batch_rate", fails)
+    bench = Bench(tmp_path, FakeDecoder(noise=0.0, batch_refusal=None))
+    assert bench.run(trials=4) == 0
+    assert DecodeConfig.load(bench.paths.best).speculates
+    assert "several texts at once: RuntimeError: out of memory" in bench.output.getvalue()
+
+
 def test_a_budget_counts_them() -> None:
     pace = Pace(token_s=0.01, prompt_s=0.02, further_s=0.001)
     work = Work(1, None, 1.0, None, 4, 8, 4, (10, 0), 17, 1, 1)
