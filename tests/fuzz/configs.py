@@ -24,8 +24,8 @@ def check_config(config: DecodeConfig, folder: Path) -> None:
     said = json.loads((folder / "best.json").read_text(encoding="utf-8"))
     for name in ("gamma", "draft_threshold", "target_threshold", "reason", "drafter"):
         assert getattr(config, name) == said.get(name, DecodeConfig.model_fields[name].default)
-    if "sampling" in said:
-        assert config.sampling.model_dump(include=set(said["sampling"])) == said["sampling"]
+    sampling = said.get("sampling")  # null is none
+    assert (None if config.sampling is None else config.sampling.model_dump(include=set(sampling or ()))) == sampling
     assert len(config.regimes or ()) == len(said.get("regimes") or ())  # null is none
     lookup = said.get("lookup")
     assert (None if config.lookup is None else config.lookup.model_dump(exclude_unset=True)) == lookup
