@@ -19,7 +19,6 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from layerskip.config.decode_config import DecodeConfig, DraftWeights, QuantizationName, number_format
 from layerskip.config.hub import DECODE_CONFIG_NAME, HubArguments
 from layerskip.config.skip_mask import DraftBits
-from layerskip.config.validated import MAX_DRAFTING
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest, Emitted
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
@@ -498,20 +497,21 @@ class LayerSkipModel:
         each alone, to the bit where sublayers are compiled for this CPU; else up to ties.
         Raises: ValueError as `generate`, and without the engine `fused`; for a `generator`, which has no order here.
         """
-        least = {"max_batch_size": (max_batch_size, 1)} | (
-            {} if max_drafting is None else {"max_drafting": (max_drafting, 0)}
+        given = (
+            ("max_batch_size", max_batch_size, 1),
+            ("max_drafting", 0 if max_drafting is None else max_drafting, 0),
         )
-        for name, (value, smallest) in least.items():
-            if type(value) is not int or value < smallest:
-                raise ValueError(f"{name}: must be a whole number of at least {smallest}, got {value!r}")
+        for name, value, least in given:
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: must be a whole number of at least {least}, got {value!r}")
         if isinstance(prompts, str):
             raise ValueError(f"prompts: must be several, got a text: {prompts!r:.80}")
         if arguments.get("generator") is not None:
             raise ValueError("generator: of a batch each text draws by itself; give a seed")
         batch, seed = Batch(max_drafting), arguments.pop("seed", None)
-        seeds = [seed + i if isinstance(seed, Integral) else seed for i in range(len(prompts))]
         streams = [
-            self.stream(one, **arguments, seed=own, batch=batch) for one, own in zip(prompts, seeds, strict=True)
+            self.stream(one, **arguments, seed=seed + i if isinstance(seed, Integral) else seed, batch=batch)
+            for i, one in enumerate(prompts)
         ]
         batch.run_all([partial(deque, one, 0) for one in streams], max_batch_size)
         return [one.output() for one in streams]
@@ -529,12 +529,13 @@ class LayerSkipModel:
         if self.batch_refusal is not None:
             raise ValueError(f"batch: needs {self.batch_refusal}")
         assert isinstance(self._engine, FusedEngine)
-        slot = Slot(self._engine, batch, config.max_drafting or MAX_DRAFTING)
+        most = config.drafts_among if batch.max_drafting is None else batch.max_drafting
+        slot = Slot(self._engine, batch, most)
         if (weights := config.draft_weights) is not None:
             found = self._engine.draft_weights[weights.path]
             if isinstance(found, DraftModel):
                 assert isinstance(found.engine, FusedEngine)
-                found = replace(found, engine=Slot(found.engine, batch, drafts=True))
+                found = replace(found, engine=Slot(found.engine, batch, most, drafts=True))
             slot.draft_weights = {weights.path: found}
         return slot
 

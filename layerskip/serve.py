@@ -239,7 +239,7 @@ def _batch(model: LayerSkipModel, settings: ServerSettings) -> list[str]:
     if settings.max_batch_size == 1:
         return []
     config = model.config
-    most = [one.max_drafting or MAX_DRAFTING for _, one in config.named_settings() if one.gamma > 0]
+    most = [one.drafts_among for _, one in config.named_settings() if one.gamma > 0]
     if most and settings.max_drafting is not None:
         most = [settings.max_drafting]
     more = f"; while they are more than {' or '.join(map(str, dict.fromkeys(most)))} none drafts" if most else ""

@@ -34,7 +34,7 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling, nearest
 from layerskip.config.skip_mask import MAX_VOCABULARY, SkipMask
 from layerskip.config.strict_json import parse_json
-from layerskip.config.validated import MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate, without
+from layerskip.config.validated import MAX_DRAFTING, MAX_GAMMA, Count, Frozen, OneLineErrors, Probability, Rate, without
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -367,6 +367,11 @@ class _Setting(_LosslessAsBefore):
             nothing = SkipMask.none(self.skip_mask.num_layers) if name == "skip_mask" else default
             if getattr(self, name) != nothing:
                 raise ValueError(f"{name}: must be left out where {where}")
+
+    @property
+    def drafts_among(self) -> int:
+        """Most texts decoded at once among which it drafts: as was measured, or else `MAX_DRAFTING`."""
+        return self.max_drafting or MAX_DRAFTING
 
     @property
     def lookup_gamma(self) -> int:

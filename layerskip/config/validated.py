@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from layerskip.config.strict_json import printable
 
 MAX_GAMMA = 64
-MAX_DRAFTING = 2
-"""Texts of a batch that still draft, where nobody says: of more a step without drafts is the cheaper one on CPUs
-(`python -m studies.engine.batches`)."""
 """A bound on what a config file can make us allocate."""
+MAX_DRAFTING = 2
+"""Texts decoded at once that still draft, where it was not measured: among how many that pays differs by model, and
+among two it lost for none (`python -m studies.engine.batches`)."""
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]

@@ -14,7 +14,6 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from layerskip.config.skip_mask import SkipMask
-from layerskip.config.validated import MAX_DRAFTING
 from layerskip.engines.fused import Forward, FusedEngine
 from layerskip.engines.tree import DraftTree
 
@@ -39,8 +38,8 @@ class Batch:
     """
 
     def __init__(self, max_drafting: int | None = None, *, prompt_piece: int = PROMPT_PIECE) -> None:
-        """max_drafting: while more run none of them drafts; None: as each one's slot says. prompt_piece: most tokens of
-        a prompt that go into a forward which others wait for."""
+        """max_drafting: while more run none of them drafts; None: as each one's config says. prompt_piece: most tokens
+        of a prompt that go into a forward which others wait for."""
         self.max_drafting, self.prompt_piece = max_drafting, prompt_piece
         self._runs: set[greenlet] = set()
         self._waiting: dict[greenlet, Forward] = {}
@@ -132,9 +131,7 @@ class Slot(FusedEngine):
     """An engine over another one's weights, with sessions of its own, whose forwards are computed with those of others
     in the batch. For one text at a time, in a run of that batch."""
 
-    def __init__(
-        self, engine: FusedEngine, batch: Batch, max_drafting: int = MAX_DRAFTING, *, drafts: bool = False
-    ) -> None:
+    def __init__(self, engine: FusedEngine, batch: Batch, max_drafting: int, *, drafts: bool = False) -> None:
         """max_drafting: while more texts run this one does not draft. drafts: whether the engine is a draft model's."""
         vars(self).update(vars(engine))
         self._weights, self._batch, self._drafts = engine, batch, drafts
@@ -146,8 +143,7 @@ class Slot(FusedEngine):
     @property
     def may_draft(self) -> bool:
         """See `Engine`."""
-        most = self._max_drafting if self._batch.max_drafting is None else self._batch.max_drafting
-        return self._batch.num_running <= most
+        return self._batch.num_running <= self._max_drafting
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         most = max(self._batch.prompt_piece, num_logits)

@@ -164,8 +164,8 @@ class FusedEngine(StatesEngine):
             kept = []
             for first, last in pairwise((-1, *self._kept_layers)):
                 kept.append(x := self._run(x, gates, steps, self._no_skip, range(first + 1, last + 1)))
-            for one, *rows in zip(forwards, *(_split(every, steps) for every in kept), strict=True):
-                one.engine._keep(one.engine.cache.length, rows)
+            for one, step, *rows in zip(forwards, steps, *(_split(every, steps) for every in kept), strict=True):
+                one.engine._keep(step.start, rows)
         else:
             num_last, own = forwards[0].num_logits, len(self.layers)
             if len(steps) == 1 and num_last < steps[0].num_tokens:

@@ -133,17 +133,17 @@ def joining(model: LayerSkipModel, prompts: Sequence[tuple[int, ...]], pieces: S
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A line for each number of texts; against plain and drafting ones one at a time. Then what a prompt holds up."""
+    """A line for each number of texts, over the repeats; against plain and drafting ones one at a time in the same
+    repeat. Then what a prompt holds up."""
     rows = []
     for regime in record["regimes"]:
         by_way = {(one["size"], one["way"]): one for one in regime["ways"]}
-        alone = [median(by_way[1, way]["tokens_per_s"]) for way in (PLAIN, DRAFTING)]
+        alone = [by_way[1, way]["tokens_per_s"] for way in (PLAIN, DRAFTING)]
         for (size, way), one in by_way.items():
-            rate = median(one["tokens_per_s"])
-            ends = f" ({min(one['tokens_per_s']):.1f}..{max(one['tokens_per_s']):.1f})"
+            rates = one["tokens_per_s"]
             same = "" if way == HUGGING_FACE else f"{one['num_identical']} of {record['num_prompts']}"
-            times = [f"{rate / base:.2f}" for base in alone]
-            rows.append([f"{regime['regime']}, {size} at once, {way}", f"{rate:.1f}{ends}", *times, same])
+            times = [_spread([rate / base for rate, base in zip(rates, bases, strict=True)], 2) for bases in alone]
+            rows.append([f"{regime['regime']}, {size} at once, {way}", _spread(rates, 1), *times, same])
     header = ("text, way", "tokens/s", "times plain alone", "times drafting alone", "identical")
     held_up = [
         [str(one["piece"]), *(f"{1000 * one[name]:.0f}" for name in ("usual_s", "longest_s", "first_token_s"))]
@@ -152,6 +152,11 @@ def table(record: Mapping[str, Any]) -> str:
     columns = ("tokens of a piece", "a token, ms", "the longest, ms", "to the other's first, ms")
     text = f"A text beside which a prompt of {_LONG} tokens is computed:"
     return f"{markdown_table(header, rows)}\n{text}\n\n{markdown_table(columns, held_up)}"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """Median, lowest and highest of the repeats."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
 def build_parser() -> OneLineParser:

@@ -8,12 +8,14 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 from layerskip import LayerSkipModel
-from layerskip.engines.fused import Forward, FusedEngine
+from layerskip.engines.fused import Forward
+from tests.layerskip.engines.test_batch import computed
 from tests.layerskip.server.test_server_load import FailingStream
 from tests.layerskip.serving import MODEL_ID, completion_request, serving, tiny_model, wait_for
+
+__all__ = ["computed"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -21,23 +23,9 @@ def model(tokenizer: Any) -> LayerSkipModel:
     return tiny_model(tokenizer, engine="fused")
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests shared each forward so far."""
-    found: list[int] = []
-    own = FusedEngine.compute
-
-    def compute(self: FusedEngine, forwards: list[Forward]) -> list[torch.Tensor]:
-        found.append(len(forwards))
-        return own(self, forwards)
-
-    monkeypatch.setattr(FusedEngine, "compute", compute)
-    return found
-
-
 @pytest.mark.parametrize("max_drafting", [0, 2, 4])
 def test_many_clients_share_forwards_and_get_their_own_answers(
-    model: LayerSkipModel, sizes: list[int], max_drafting: int
+    model: LayerSkipModel, computed: list[list[Forward]], max_drafting: int
 ) -> None:
     fields: list[dict[str, Any]] = [
         {"prompt": f"def f{i % 5}(", "max_tokens": 3 + i % 7, "seed": i, "temperature": 0.9 * (i % 2)}
@@ -45,7 +33,7 @@ def test_many_clients_share_forwards_and_get_their_own_answers(
     ]
     with serving(model) as server:
         alone = [server.complete(**one)[2]["choices"][0] for one in fields]
-    sizes.clear()
+    computed.clear()
 
     async def ask_all(url: str) -> list[Any]:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -57,7 +45,7 @@ def test_many_clients_share_forwards_and_get_their_own_answers(
     for answer, expected in zip(answers, alone, strict=True):
         choice = answer.choices[0]
         assert (choice.text, choice.finish_reason) == (expected["text"], expected["finish_reason"])
-    assert 1 < max(sizes) <= 4
+    assert 1 < max(map(len, computed)) <= 4
     assert metrics["layerskip_requests_total{200}"] == 24
     assert (metrics["layerskip_drafted_tokens_total"] > 0) is (max_drafting > 0)
 
