@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from layerskip.config.sampling_params import SamplingParams as SamplingParams
+from layerskip.rounds.likely_ids import ids_at_least, is_large, likeliest_ids, only, possible_ids
 
 
 class Sampler:
@@ -40,28 +42,34 @@ class Sampler:
             RepetitionPenaltyLogitsProcessor(params.repetition_penalty) if params.repetition_penalty != 1.0 else None
         )
         self._warpers = [] if self.greedy else _warpers(params)
+        self._cuts = not self.greedy and bool(params.top_k or params.top_p < 1.0 or params.min_p)
 
     def shape(self, logits: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None = None) -> torch.Tensor:
         """Penalised and warped float32 logits.
 
         Shapes: logits (T, V); row i follows `context` plus the first i tokens of `drafted` (T - 1,), so the penalty of
         a draft position sees the draft tokens before it. Returns (T, V) float32.
-        Cost: one device sync with a penalty and drafted tokens, else none.
+        Cost: no device sync.
         """
         scores = logits.float()
         if self._penalty is not None:
-            drafted_ids = [] if drafted is None else drafted.tolist()
-            scores = self._penalty(self._seen_ids(context, drafted_ids, scores), scores)
+            scores = self._penalty(self._seen_ids(context, drafted, scores), scores)
+        if self._cuts and is_large(scores):
+            scores = scores if self.params.temperature == 1.0 else scores / self.params.temperature
+            return torch.stack([only(row, possible_ids(row, self.params)) for row in scores])
         for warper in self._warpers:
             # The ids are not read by these warpers; the penalty is the only one that looks at the text.
             scores = warper(None, scores)
         return scores
 
     @staticmethod
-    def _seen_ids(context: Sequence[int], drafted: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+    def _seen_ids(context: Sequence[int], drafted: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """(T, len(context) + T - 1): row i holds context + drafted[:i], padded by a token it holds already."""
-        rows = [[*context, *drafted[:i], *([context[-1]] * (len(drafted) - i))] for i in range(scores.shape[0])]
-        return torch.tensor(rows, device=scores.device)
+        seen = torch.tensor(context, device=scores.device).expand(len(scores), -1)
+        if drafted is None:
+            return seen
+        is_before = torch.ones(len(scores), len(drafted), dtype=torch.bool, device=scores.device).tril(-1)
+        return torch.cat([seen, torch.where(is_before, drafted.to(scores.device), context[-1])], dim=1)
 
     def begin(self, place: int) -> None:
         """A text of so many tokens is about to be continued."""
@@ -71,15 +79,28 @@ class Sampler:
         """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
         if self.greedy:
             return choose(shaped, None)
-        if self.params.top_k and shaped.device.type == "cpu":  # elsewhere to count them would wait for the device
-            return torch.cat([self._choose_possible(row, place + i) for i, row in enumerate(shaped)])
+        if is_large(shaped):
+            return torch.cat([self._best(row, place + i, 1) for i, row in enumerate(shaped)])
         return choose(shaped, self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device))
 
-    def _choose_possible(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
-        """(1,): the same from a row (V,) of which few are possible, up to rounding, in the time that so few take."""
-        ids = (shaped > float("-inf")).nonzero().squeeze(-1)
-        noise = self._noise.at(place, ids, shaped.shape[0], shaped.device)
-        return ids[choose(shaped[ids].unsqueeze(0), noise)]
+    def _best(self, shaped: torch.Tensor, place: int, count: int) -> torch.Tensor:
+        """(n,): of a row (V,) the `count` tokens that are drawn first at a place, or as many as are possible.
+
+        Few can be: those that are likely, and those whose noise is so small that they come before them all the same.
+        """
+        if self.greedy:
+            ids = likeliest_ids(shaped, count)
+            return ids[shaped[ids].sort(descending=True, stable=True).indices[:count]]
+        row = self._noise.row(place, shaped.shape[0], shaped.device)
+        least = float(shaped.max()) - _NATS
+        ids = ids_at_least(shaped, least)
+        scores = shaped[ids] - row.at(ids)[0].log()
+        last = float(scores.topk(count).values[-1]) if count <= len(ids) else -math.inf
+        lucky = row.below(least - last)
+        own = shaped[lucky]
+        ids = torch.cat([ids, lucky[(own < least) & (own > -math.inf)]])
+        order = _scores(shaped[ids].unsqueeze(0), row.at(ids))[0].sort(descending=True, stable=True).indices
+        return ids[order[:count]]
 
     def choose_among(
         self, logits: torch.Tensor, rows: torch.Tensor | slice, place: int
@@ -87,14 +108,21 @@ class Sampler:
         """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone, where
         there is no penalty: the same as of all of them, up to rounding, in the time that so few take."""
         shaped = self.shape(logits[:, rows], ())
-        noise = None if self.greedy else self._noise.at(place, rows, logits.shape[1], logits.device)
+        noise = None if self.greedy else self._noise.row(place, logits.shape[1], logits.device).at(rows)
         found = choose(shaped, noise)
         return shaped, found if isinstance(rows, slice) else rows[found]
 
     def siblings(self, shaped: torch.Tensor, place: int, chosen: torch.Tensor, count: int) -> torch.Tensor:
         """(T, count): what `choose` would take next, in order, were the tokens `chosen` (T,) not there."""
-        noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
-        return next_best(shaped, noise, chosen, count)
+        if not is_large(shaped):
+            noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
+            return next_best(shaped, noise, chosen, count)
+        found = chosen.unsqueeze(1).repeat(1, count)
+        for i, (row, own) in enumerate(zip(shaped, chosen, strict=True)):
+            best = self._best(row, place + i, count + 1)
+            rest = best[best != own][:count]
+            found[i, : len(rest)] = rest
+        return found
 
     def likeliest(
         self, logits: torch.Tensor, places: Sequence[int], context: Callable[[int], Sequence[int]], count: int
@@ -174,10 +202,10 @@ class PlaceNoise:
         """(count, vocab_size). Raises: ValueError for a place that is settled."""
         return torch.cat([row.all() for row in self._held(place, count, vocab_size, device)])
 
-    def at(self, place: int, ids: torch.Tensor | slice, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """(1, n): of a place's row those of some token ids."""
+    def row(self, place: int, vocab_size: int, device: torch.device) -> _Row:
+        """A place's."""
         (row,) = self._held(place, 1, vocab_size, device)
-        return row.at(ids)
+        return row
 
     def _held(self, place: int, count: int, vocab_size: int, device: torch.device) -> list[_Row]:
         if place < self._first:
@@ -234,6 +262,17 @@ class _Row:
         """(1, n)."""
         some = self.drawn[:, ids]
         return _logarithms(some) if self.is_uniform else some
+
+    def below(self, exponent: float) -> torch.Tensor:
+        """(n,) int64: the token ids whose numbers are smaller than e to this, and perhaps a few more."""
+        limit = 1.001 * math.exp(min(exponent, _MOST_NOISE))
+        return (self.drawn[0] < (-math.expm1(-limit) if self.is_uniform else limit)).nonzero().squeeze(-1)
+
+
+_NATS = 8.0
+"""That the logits of tokens lie within which are looked at first: of the others few are drawn."""
+_MOST_NOISE = 10.0
+"""Its logarithm: beyond what is drawn of 53 bits."""
 
 
 def _logarithms(uniform: torch.Tensor) -> torch.Tensor:

@@ -327,6 +327,76 @@ def test_logits_are_shaped_as_generate_does(arguments: dict[str, Any]) -> None:
     torch.testing.assert_close(at_once, torch.cat(out.scores))
 
 
+LARGE = 20_011
+"""A vocabulary of which no more is sorted than must be."""
+CUTS = [
+    SamplingParams(True, 0.7),
+    SamplingParams(True, 1.3, top_k=50),
+    SamplingParams(True, 1.0, top_k=1),
+    SamplingParams(True, 0.7, top_p=0.9),
+    SamplingParams(True, 1.5, top_p=0.999),
+    SamplingParams(True, 0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
+    SamplingParams(True, 0.7, min_p=0.05),
+    SamplingParams(True, 1.0, top_k=9, top_p=0.95, min_p=0.2),
+    SamplingParams(True, 1.0, top_k=LARGE + 1, top_p=0.5),
+]
+
+
+def large_rows(seed: int) -> torch.Tensor:
+    """(6, LARGE): peaked, flat, with ties, alike everywhere, and with impossible ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(6, LARGE, generator=generator) * torch.tensor([3.0, 1.0, 2.0, 0.0, 0.01, 3.0]).unsqueeze(1)
+    rows[:2] = rows[:2].bfloat16().float()
+    rows[0, 17] += 12
+    rows[2] = rows[2].round()
+    rows[5, 40:] = -math.inf
+    return rows
+
+
+@pytest.mark.parametrize("params", CUTS, ids=lambda one: f"t{one.temperature}_k{one.top_k}_p{one.top_p}_m{one.min_p}")
+def test_of_a_large_vocabulary_the_same_ids_are_left_and_the_same_tokens_drawn(params: SamplingParams) -> None:
+    for seed in range(4):
+        logits, text, drafted = large_rows(seed), [3, 1, 4, 1], torch.tensor([5, 9, 2, 6, 5])
+        sampler = seeded_sampler(params, seed, torch.device("cpu"))
+        sampler.begin(4)
+        ours = sampler.shape(logits, text, drafted)
+        slow = Sampler(params)
+        slow._cuts = False  # as `generate` does it
+        theirs = slow.shape(logits, text, drafted)
+        for row, other in zip(ours, theirs, strict=True):
+            # Of equal ids it leaves open which are left, and single precision where a sum of so many is reached.
+            mine, own = (one.sort(descending=True).values for one in (row, other))
+            unlike = mine != own
+            assert float(mine.softmax(dim=0)[unlike].sum() + own.softmax(dim=0)[unlike].sum()) < 1e-3
+        noise = sampler.noise(4, len(ours), LARGE, ours.device)
+        chosen = sampler.choose(ours, 4)
+        assert chosen.tolist() == sampling.choose(ours, noise).tolist()
+        siblings = sampler.siblings(ours, 4, chosen, 3)
+        assert siblings.tolist() == sampling.next_best(ours, noise, chosen, 3).tolist()
+
+
+def test_of_a_large_vocabulary_an_id_far_behind_is_drawn_as_often_as_it_should_be() -> None:
+    """It is not among those that are looked at first: their noise alone tells that it comes before them."""
+    row = torch.full((1, LARGE), -9.0)
+    row[0, 7] = 0.0
+    exact = 1.0 / (1.0 + (LARGE - 1) * math.exp(-9.0))
+    sampler = seeded_sampler(SamplingParams(True, 1.0), 0, torch.device("cpu"))
+    drawn = []
+    sampler.begin(0)
+    for place in range(3_000):
+        drawn.append(int(sampler.choose(row, place)) == 7)
+        sampler.settle(place + 1)
+    assert abs(sum(drawn) - 3_000 * exact) < 5 * math.sqrt(3_000 * exact * (1 - exact))
+    assert 0.2 < exact < 0.35  # so most are ids far behind
+
+
+def test_greedy_siblings_of_a_large_vocabulary_are_the_next_best() -> None:
+    rows, sampler = large_rows(0)[:3], Sampler(SamplingParams())
+    rows += torch.rand_like(rows) / 100  # of equal ones either may come first
+    chosen = sampler.choose(rows, 0)
+    assert sampler.siblings(rows, 0, chosen, 4).tolist() == sampling.next_best(rows, None, chosen, 4).tolist()
+
+
 def test_the_penalty_at_a_draft_position_sees_earlier_drafted_tokens() -> None:
     sampler = Sampler(SamplingParams(repetition_penalty=2.0))
     logits = torch.tensor([[4.0, 4.0, -4.0, 4.0]]).repeat(3, 1)
