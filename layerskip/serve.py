@@ -66,7 +66,9 @@ def build_parser() -> OneLineParser:
         help="while more requests are decoded at once, none of them drafts, as a step of many texts is cheap without; "
         f"default: what the search measured, else {MAX_DRAFTING}",
     )
-    parser.add_argument("--queue", type=int, default=16, help="requests that may wait; one more is answered 429")
+    parser.add_argument(
+        "--queue", type=int, default=ServerSettings.queue_limit, help="requests that may wait; one more is answered 429"
+    )
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="larger requests are answered 413")
     parser.add_argument(
         "--send-timeout",

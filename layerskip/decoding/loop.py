@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,8 @@ from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
 from layerskip.rounds.verifier import TreeDraft, Verdict, verify, verify_tree
+
+LOG = logging.getLogger(__name__)
 
 TARGET_ONLY, ACCEPTED, RECOVERED, BONUS = "target-only", "accepted", "recovered", "bonus"
 LOOKED_UP = "looked-up"
@@ -116,8 +119,12 @@ class DecodeLoop:
                 self._sampler.end(len(run.context))
 
     def _keep(self, run: Run) -> None:
-        if run.request.prefix_cache is not None:
+        if run.request.prefix_cache is None:
+            return
+        try:
             run.request.prefix_cache.keep(self._engine, run.context)
+        except (RuntimeError, MemoryError) as error:  # the text is whole: it must not be lost for want of memory
+            LOG.warning("a text was not kept for those that begin like it: %s: %s", type(error).__name__, error)
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from layerskip.engines import Engine
 
 Ids = NDArray[np.int64]
+
+_HEAD = 4
+"""Tokens: texts that do not share so many save each other nothing worth keeping, and are told apart at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,11 @@ class _Text:
     engine: str
     """Which computed it: layers that keep a state keep it in a form of the engine's own."""
 
-    @property
+    @cached_property
+    def head(self) -> bytes:
+        return _head_of(self.ids)
+
+    @cached_property
     def num_bytes(self) -> int:
         tensors = [one for pair in self.rows for one in pair] + ([] if self.states is None else [self.states])
         return sum(one.nbytes for one in tensors)
@@ -52,6 +60,10 @@ class _Text:
         return count if self.has_parts or count == len(self.ids) else 0
 
 
+def _head_of(ids: Ids) -> bytes:
+    return ids[:_HEAD].tobytes()
+
+
 class PrefixCache:
     """Keys and values of one model's latest texts, prompts and what followed, up to `max_bytes`.
 
@@ -61,7 +73,7 @@ class PrefixCache:
     whole text is gone on from. Not for several threads at a time.
 
     Cost: a copy of the rows on the model's device when a text ends, and one when a prompt begins like it. Texts that a
-    newer one continues make room for it, then the oldest.
+    newer one continues make room for it, then the oldest. Texts of fewer than 4 tokens are not kept.
     The output is the same as without, on an engine that is not `batch_invariant` up to rounding: a prompt computed in
     two pieces rounds in other places than in one, which can flip near-ties in bfloat16 and float16.
     """
@@ -91,7 +103,8 @@ class PrefixCache:
         At least the last token is left to compute, whose logits begin the text. No device sync.
         """
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        able = [text for text in self._texts if text.serves(engine)]
+        head = _head_of(ids)
+        able = [text for text in self._texts if text.head == head and text.serves(engine)]
         found = max(able, key=lambda text: text.num_usable(ids), default=None)
         count = 0 if found is None else found.num_usable(ids)
         if found is None or not count:
@@ -114,16 +127,18 @@ class PrefixCache:
             num_bytes += engine.states[:1].nbytes
         count = min(cache.length, len(ids), max(0, room) // num_bytes)
         known = np.asarray(ids[:count], dtype=np.int64)
-        if count < cache.length and not cache.keeps_rows:
+        if count < _HEAD or (count < cache.length and not cache.keeps_rows):
             return
-        if not count or any(text.serves(engine) and text.num_usable(known) == count for text in self._texts):
+        alike = [text for text in self._texts if text.head == _head_of(known)]
+        if any(text.serves(engine) and text.num_usable(known) == count for text in alike):
             return
-        self._texts = [
-            text
-            for text in self._texts
-            if text.num_common(known) < len(text.ids) or text.kept_layers not in ((), layers) or not text.has_parts
-        ]
-        while self._texts and self.num_bytes + count * num_bytes > room:
-            del self._texts[0]
+        for text in alike:
+            if text.num_common(known) == len(text.ids) and text.kept_layers in ((), layers) and text.has_parts:
+                self._texts.remove(text)
+        held, num_old = self.num_bytes, 0
+        while num_old < len(self._texts) and held + count * num_bytes > room:
+            held -= self._texts[num_old].num_bytes
+            num_old += 1
+        del self._texts[:num_old]
         states = engine.states[:count].clone() if layers else None
         self._texts.append(_Text(known, cache.rows(count), cache.keeps_rows, states, layers, engine.name))

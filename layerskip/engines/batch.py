@@ -19,6 +19,13 @@ from layerskip.engines.tree import DraftTree
 
 PROMPT_PIECE = 32
 """Tokens: with each such piece of a prompt the others go on by a token (`python -m studies.engine.batches`)."""
+_PIECE_ALONE = 256
+"""The same of one that nobody waits for: as many as the kernels compute at once anyway. Somebody may come, or whoever
+asked may leave."""
+
+
+class Cancelled(Exception):  # noqa: N818 (nobody is to blame)
+    """Raised in a run whose result nobody wants any more, where it waits."""
 
 
 class _Shared(NamedTuple):
@@ -45,15 +52,21 @@ class Batch:
         self._waiting: dict[greenlet, Forward] = {}
         self._computed: dict[greenlet, torch.Tensor | Exception] = {}
         """Whose forward is done, and what it gave or raised."""
+        self._is_unwanted: dict[greenlet, Callable[[], bool]] = {}
 
     @property
     def num_running(self) -> int:
         return len(self._runs)
 
-    def start(self, run: Callable[[], object]) -> None:
-        """Begin it, up to its first forward. Raises: what it raises until then."""
+    def start(self, run: Callable[[], object], is_unwanted: Callable[[], bool] | None = None) -> None:
+        """Begin it, up to its first forward. Raises: what it raises until then.
+
+        is_unwanted: asked before its forwards; once it says so, `Cancelled` is raised in the run.
+        """
         begun = greenlet(run)
         self._runs.add(begun)
+        if is_unwanted is not None:
+            self._is_unwanted[begun] = is_unwanted
         self._go_on(begun)
 
     def step(self) -> None:
@@ -62,6 +75,11 @@ class Batch:
         Raises: what a run raises, a failed forward among that; such a run is over, the others go on with the next step.
         """
         if not self._computed:
+            for run in [
+                one for one, is_unwanted in self._is_unwanted.items() if one in self._waiting and is_unwanted()
+            ]:
+                del self._waiting[run]
+                self._computed[run] = Cancelled()
             self._compute()
         while self._computed:
             run = next(iter(self._computed))
@@ -89,7 +107,7 @@ class Batch:
         with torch.inference_mode():  # see `_go_on`
             for run in self._runs:
                 run.throw()
-        for every in (self._runs, self._waiting, self._computed):
+        for every in (self._runs, self._waiting, self._computed, self._is_unwanted):
             every.clear()
 
     def wait_for(self, forward: Forward) -> torch.Tensor:
@@ -123,6 +141,7 @@ class Batch:
         finally:
             if run.dead:
                 self._runs.discard(run)
+                self._is_unwanted.pop(run, None)
         if not run.dead:
             self._waiting[run] = forward
 
@@ -146,11 +165,11 @@ class Slot(FusedEngine):
         return self._batch.num_running <= self._max_drafting
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        most = max(self._batch.prompt_piece, num_logits)
-        while len(input_ids) > most and self._batch.num_running > 1:
-            self._batch.wait_for(Forward(self, input_ids[:most], 1, mask))
+        batch = self._batch
+        while len(input_ids) > (most := max(batch.prompt_piece if batch.num_running > 1 else _PIECE_ALONE, num_logits)):
+            batch.wait_for(Forward(self, input_ids[:most], 1, mask))
             input_ids = input_ids[most:]
-        return self._batch.wait_for(Forward(self, input_ids, num_logits, mask))
+        return batch.wait_for(Forward(self, input_ids, num_logits, mask))
 
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         """See `Engine`."""

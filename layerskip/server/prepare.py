@@ -91,6 +91,7 @@ class Preparer:
             "seed": secrets.randbits(63) if asked.seed is None else asked.seed,
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
+            "eos_token_id": [] if asked.ignore_eos else None,
             "group": asked.group,
             "continues_text": isinstance(asked, CompletionRequest),
             "text_store": self._store if remembers else None,
@@ -113,7 +114,8 @@ class Preparer:
             message = "messages: this model's tokenizer has no chat template, use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         variables = asked.chat_template_kwargs or {}
-        if reserved := variables.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters.keys():
+        own = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages", "conversations"}
+        if reserved := variables.keys() & own:
             name = min(reserved)
             message = f"chat_template_kwargs: must be variables of the chat template, {name} is the server's to set"
             raise ApiError(400, message, param="chat_template_kwargs")

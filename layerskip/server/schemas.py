@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -41,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -56,11 +57,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 """What this server cannot do, with the values that ask for nothing (null always does): ignoring any other value would
 change the answer, so it is refused."""
 
-_MAX_STOPS = 4
+_MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
 
@@ -114,7 +122,12 @@ def _read_top_k(value: object) -> object:
     return 0 if value == -1 else value
 
 
-Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)]
+def _read_temperature(value: float) -> float:
+    # Below what can be sampled at there is no choice.
+    return 0.0 if value < LEAST_TEMPERATURE else value
+
+
+Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False), AfterValidator(_read_temperature)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
 
@@ -138,6 +151,7 @@ class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted and ignored: padding against eavesdroppers who measure sizes, on a connection of your own."""
+    continuous_usage_stats: Literal[False] = False
 
 
 class GenerationFields(_Strict):
@@ -148,7 +162,7 @@ class GenerationFields(_Strict):
     max_completion_tokens: PositiveInt | None = None
     """OpenAI's newer name of `max_tokens`."""
     temperature: Temperature | None = None
-    """0 is greedy; above 0 samples."""
+    """0 is greedy, and so is less than 0.001; above it samples."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     top_k: Annotated[Annotated[int, Field(ge=0, lt=1 << 31)] | None, BeforeValidator(_read_top_k)] = None
     """0 is off, and so is -1."""
@@ -156,6 +170,8 @@ class GenerationFields(_Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_read_stops)] = ()
+    ignore_eos: bool | None = None
+    """Go on to `max_tokens`, as those who measure speed do."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     group: Annotated[str, Field(max_length=64)] | None = None
@@ -165,8 +181,6 @@ class GenerationFields(_Strict):
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationFields:
-        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"temperature: must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise ValueError("max_tokens, max_completion_tokens: must not differ, they mean the same")
@@ -199,6 +213,7 @@ class _EmptyExtras(_Strict):
     function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning_content: Annotated[str, Field(max_length=0)] | None = None
 
 
 class Message(_EmptyExtras):

@@ -25,7 +25,7 @@ class ServerSettings:
     at that time, on others up to rounding."""
     max_drafting: int | None = None
     """While more are decoded, none of them drafts; None: as the config says."""
-    queue_limit: int = 16
+    queue_limit: int = 256
     """Requests that may wait besides; one more is answered 429."""
     max_body_bytes: int = 1 << 20
     body_timeout_s: float = 30.0

@@ -16,7 +16,7 @@ from functools import partial
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
-from layerskip.engines.batch import Batch
+from layerskip.engines.batch import Batch, Cancelled
 from layerskip.model import GenerationStream
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
@@ -120,7 +120,7 @@ class DecodeWorker:
             raise self._start_error
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the round that it is in; waits for it so long."""
+        """End the thread after the forward that it is in; waits for it so long."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -174,7 +174,7 @@ class DecodeWorker:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Nobody wants the answer: a waiting job is dropped, a running one stops after the round that it is in."""
+        """Nobody wants the answer: a waiting job is dropped, a running one stops after the forward that it is in."""
         job.cancelled.set()
         with self._changed:
             if job in self._waiting:
@@ -223,7 +223,7 @@ class DecodeWorker:
             self._metrics.queue_length.set(len(self._waiting))
             self._metrics.running.set(len(self._running))
         if self._settings.max_batch_size > 1:
-            self.batch.start(partial(self._serve, job))
+            self.batch.start(partial(self._serve, job), job.cancelled.is_set)
         else:
             self._serve(job)
         return True
@@ -247,6 +247,8 @@ class DecodeWorker:
         try:
             end = self._decode_pieces(job)
             self._keep(job, end)
+        except Cancelled:
+            end = None
         except Exception:
             # A request must not end the server, whatever the model raised; the client hears no details.
             logger.exception("the model failed on a request")

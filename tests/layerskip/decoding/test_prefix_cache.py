@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, SkipMask
+from layerskip.decoding import prefix_cache
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import DRAFTERS, PROMPT, TRAINED, TREES, config_of
 
@@ -158,6 +159,35 @@ def test_a_text_that_goes_on_takes_the_place_of_its_beginning() -> None:
     assert cache.num_bytes == 2 * short
     model.generate(PROMPT, max_new_tokens=1, prefix_cache=cache)
     assert cache.num_bytes == 2 * short
+
+
+def test_a_prompt_is_compared_with_those_alone_that_begin_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many short texts there are: each is looked at for every request."""
+    model, cache, compared = zoo.layerskip_of("llama"), PrefixCache(MUCH), list[int]()
+    own = prefix_cache._Text.num_common
+
+    def num_common(text: Any, ids: Any) -> int:
+        compared.append(len(ids))
+        return own(text, ids)
+
+    monkeypatch.setattr(prefix_cache._Text, "num_common", num_common)
+    for first in range(50):
+        model.generate((first, 1, 2, 3, 4), max_new_tokens=1, prefix_cache=cache)
+    assert not compared
+    assert kept(model, cache, (7, 1, 2, 3, 4)) == 5
+    assert 0 < len(compared) < 5
+
+
+def test_who_has_no_room_to_keep_a_text_has_it_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def keep(*_arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PrefixCache, "keep", keep)
+    out = zoo.layerskip_of("llama").generate(PROMPT, max_new_tokens=5, prefix_cache=PrefixCache(MUCH))
+    assert out.ids == list(zoo.greedy_reference("llama", PROMPT)[:5])
+    assert "RuntimeError: out of memory" in caplog.text
 
 
 def test_bad_input() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, SkipMask
-from layerskip.engines.batch import Batch
+from layerskip.engines.batch import Batch, Cancelled
 from layerskip.engines.fused import Forward, FusedEngine
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import DRAFTERS, PROMPT, TRAINED, TREES, by_trees, by_weights, config_of
@@ -119,6 +119,48 @@ def test_a_prompt_comes_in_pieces_beside_others_and_whole_alone(computed: list[l
     assert [one.output().ids for one in streams] == [
         model.generate(one, max_new_tokens=9).ids for one in (short, long, long)
     ]
+
+
+def test_alone_a_long_prompt_comes_in_larger_pieces(
+    computed: list[list[Forward]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that who comes in between need not wait for all of it."""
+    monkeypatch.setattr("layerskip.engines.batch._PIECE_ALONE", 8)
+    model, batch = zoo.layerskip_of("llama fused"), Batch(prompt_piece=4)
+    long, short = zoo.prompt_of(40, seed=1), zoo.prompt_of(3, seed=2)
+    streams = [model.stream(one, max_new_tokens=9, batch=batch) for one in (long, short)]
+    batch.start(partial(deque, streams[0], 0))
+    batch.step()
+    batch.start(partial(deque, streams[1], 0))
+    while batch.num_running:
+        batch.step()
+    # The piece that waited already is as it was.
+    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[8], [8, 3], [4, 1], [4, 1]]
+    assert [one.output().ids for one in streams] == [model.generate(one, max_new_tokens=9).ids for one in (long, short)]
+
+
+def test_a_run_that_nobody_wants_ends_amid_its_prompt_and_the_others_go_on() -> None:
+    model, batch, ended = zoo.layerskip_of("llama fused"), Batch(prompt_piece=4), list[bool]()
+    long, short, left = zoo.prompt_of(40, seed=1), zoo.prompt_of(3, seed=2), list[bool]()
+
+    def decode() -> None:
+        try:
+            deque(model.stream(long, max_new_tokens=9, batch=batch), 0)
+        except Cancelled:
+            ended.append(True)
+
+    stays = model.stream(short, max_new_tokens=9, batch=batch)
+    batch.start(partial(deque, stays, 0))
+    batch.start(decode, lambda: bool(left))
+    for _ in range(3):
+        batch.step()
+    assert batch.num_running == 2
+    left.append(True)
+    batch.step()
+    assert (ended, batch.num_running) == ([True], 1)
+    while batch.num_running:
+        batch.step()
+    assert stays.output().ids == model.generate(short, max_new_tokens=9).ids
 
 
 def test_a_conversation_goes_on_in_a_batch() -> None:

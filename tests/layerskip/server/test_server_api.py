@@ -122,6 +122,29 @@ def test_top_p_alone_samples_and_nothing_given_follows_the_generation_config(dem
     assert len(drawn) > 1
 
 
+def test_a_temperature_next_to_nothing_is_greedy(demo: Serving, demo_model) -> None:
+    expected = demo_model.generate("def ", max_new_tokens=16).text
+    for temperature in (0, 1e-8, 0.00099):
+        found = demo.client().completions.create(model=MODEL_ID, prompt="def ", temperature=temperature)
+        assert found.choices[0].text == expected
+
+
+def test_who_measures_speed_may_have_the_end_of_text_ignored(demo: Serving, demo_model) -> None:
+    usual = demo_model.generate("def read(", max_new_tokens=12)
+    own = demo_model.adapter.model.generation_config
+    own.eos_token_id, before = usual.ids[5], own.eos_token_id
+    try:
+        ends = demo.client().completions.create(model=MODEL_ID, prompt="def read(", max_tokens=12)
+        goes_on = demo.client().completions.create(
+            model=MODEL_ID, prompt="def read(", max_tokens=12, extra_body={"ignore_eos": True, **RAW}
+        )
+    finally:
+        own.eos_token_id = before
+    assert ends.usage is not None
+    assert ends.usage.completion_tokens == usual.ids.index(usual.ids[5]) + 1
+    assert goes_on.choices[0].token_ids == usual.ids  # type: ignore[attr-defined]
+
+
 def test_a_stop_text_ends_the_answer_and_is_not_in_it(demo: Serving, demo_model) -> None:
     full = demo_model.generate("def read(", max_new_tokens=24)
     stop = full.text[9:12]  # spans tokens, or lies within one

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from layerskip import LayerSkipModel
+from layerskip.engines.batch import Batch
 from layerskip.engines.fused import Forward
 from tests.layerskip.engines.test_batch import computed
 from tests.layerskip.server.test_server_load import FailingStream
@@ -74,6 +77,32 @@ def test_a_client_that_leaves_makes_room_and_the_others_go_on(model: LayerSkipMo
         client.close()
         assert [one.result()[2]["choices"][0]["text"] for one in others] == [expected] * 3
         wait_for(lambda: server.metrics()["layerskip_running_requests"] == 0, "the model is free")
+
+
+def test_a_client_that_leaves_amid_its_prompt_is_noticed_there(
+    model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece waits for the test, so that the client leaves before the last."""
+    pieces, may_go_on = list[int](), threading.Event()
+
+    def wait_for_piece(self: Batch, forward: Forward) -> torch.Tensor:
+        if len(forward.ids) > 1:
+            pieces.append(len(forward.ids))
+            if len(pieces) == 2:
+                assert may_go_on.wait(60)
+        return own_wait(self, forward)
+
+    own_wait = Batch.wait_for
+    monkeypatch.setattr(Batch, "wait_for", wait_for_piece)
+    monkeypatch.setattr("layerskip.engines.batch._PIECE_ALONE", 8)
+    with serving(model, max_batch_size=2) as server:
+        client = server.open_socket(completion_request(prompt=[5] * 80, max_tokens=4))
+        wait_for(lambda: len(pieces) == 2, "the prompt is under way")
+        client.close()
+        wait_for(lambda: not server.service.worker.num_admitted, "the server has noticed")
+        may_go_on.set()
+        wait_for(lambda: server.metrics()["layerskip_running_requests"] == 0, "the model is free")
+    assert len(pieces) < 4
 
 
 def test_the_end_comes_while_a_batch_is_decoded(model: LayerSkipModel) -> None:
