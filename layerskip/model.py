@@ -167,6 +167,7 @@ class LayerSkipModel:
         self._siblings_refusal: str | None = None
         self._choose_engine(with_graphs=config is None or not config.lossy_rules)
         self._fingerprint: str | None = None
+        self._stop_criteria: dict[tuple[str, ...], StopStringCriteria] = {}
         self.rounding: RoundingSpread | None = None
         """What a difference between two greedy outputs is judged by in reduced precision; see `rounding_spread`."""
         self._config = DecodeConfig.plain(self.num_layers)
@@ -624,8 +625,11 @@ class LayerSkipModel:
             raise ValueError(f"stop_strings: must be text, got {other[0]!r}")
         if "" in strings:
             raise ValueError("stop_strings: must not be empty, every text ends with one that is")
-        criteria = StopStringCriteria(self.tokenizer, strings)
-        return lambda ids: bool(criteria(torch.tensor([list(ids)]), None).item())
+        if (criteria := self._stop_criteria.get(tuple(strings))) is None:
+            self._stop_criteria.clear()  # of a large vocabulary they take a second to make; most ask for the same ones
+            criteria = self._stop_criteria[tuple(strings)] = StopStringCriteria(self.tokenizer, strings)
+        most = criteria.maximum_token_len
+        return lambda ids: bool(criteria(torch.tensor([ids[-most:]]), None).item())
 
     def _prompt_ids(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         if isinstance(prompt, str):

@@ -117,6 +117,7 @@ class DecodeLoop:
                 self._keep(run)
             finally:
                 self._sampler.end(len(run.context))
+                run.drafting = None  # whoever keeps the output need not keep the caches
 
     def _keep(self, run: Run) -> None:
         if run.request.prefix_cache is None:

@@ -32,7 +32,7 @@ class _Text:
     """(T, layers kept * hidden), of these layers, where a drafter read them."""
     kept_layers: tuple[int, ...]
     engine: str
-    """Which computed it: layers that keep a state keep it in a form of the engine's own."""
+    """Which computed it: it may keep rows, and states, in a form of its own."""
 
     @cached_property
     def head(self) -> bytes:
@@ -46,7 +46,7 @@ class _Text:
     def serves(self, engine: Engine) -> bool:
         """Whether the engine's session, which keeps some layers' states or none, can go on from it."""
         has_states = not engine.kept_layers or self.kept_layers == engine.kept_layers
-        return has_states and (self.has_parts or self.engine == engine.name)
+        return has_states and self.engine == engine.name
 
     def num_common(self, ids: Ids) -> int:
         """Tokens that both begin with."""

@@ -112,7 +112,7 @@ class ChainDrafter(Generic[SettingsT]):
         sampler, own = self._sampler, self._settings
         needs_ids = sampler.params.repetition_penalty != 1.0
         rows = None if needs_ids or own.siblings else self.rows
-        seen, last = list(context) if needs_ids else context, None
+        seen, last = list(context) if needs_ids else [], None
         for place in range(len(context), len(context) + count):
             logits = next_logits(last)
             if rows is None:
@@ -121,7 +121,7 @@ class ChainDrafter(Generic[SettingsT]):
             else:
                 logits, last = sampler.choose_among(logits, rows, place)
             if needs_ids:
-                seen = [*seen, int(last)]
+                seen.append(int(last))
             sure = float(top_probability(logits)) if own.watches_confidence else None
             siblings = sampler.siblings(logits, place, last, own.siblings) if own.branches_at(sure) else None
             yield Step(last, sure, siblings)

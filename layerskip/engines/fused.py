@@ -144,6 +144,7 @@ class FusedEngine(StatesEngine):
             yield
         finally:
             self._end_session()
+            self._held, self._runs = [], {}
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self.compute([Forward(self, input_ids, num_logits, mask)])[0]

@@ -351,13 +351,21 @@ class ModelAdapter:
             with in_short_chunks([gate.module for gate in self._all_gates if gate.recurrent is not None]):
                 yield
         finally:
-            for gate in self._all_gates:
-                gate.module.__dict__.pop("forward", None)
-                if (forward := previous[id(gate)]) is not None:
-                    gate.module.forward = forward
-            self._set_mask(self._no_skip)
-            self._attached = False
-            _ATTACHED.discard(self.model)
+            try:
+                self._detach(previous)
+            except BaseException:  # Ctrl-C in the midst of it: the model is the user's, and must be whole
+                self._detach(previous)
+                raise
+
+    def _detach(self, previous: Mapping[int, Any]) -> None:
+        """Gates off, from wherever that was broken off. previous: each gate's own `forward`, or None."""
+        for gate in self._all_gates:
+            gate.module.__dict__.pop("forward", None)
+            if (forward := previous[id(gate)]) is not None:
+                gate.module.forward = forward
+        self._set_mask(self._no_skip)
+        self._attached = False
+        _ATTACHED.discard(self.model)
 
     def forward(
         self,

@@ -213,7 +213,8 @@ def _distinct_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 def weights_fingerprint(model: nn.Module) -> str:
     """16 hex digits over names, shapes and evenly spaced values of every floating-point parameter.
 
-    Values are compared as bfloat16, so that the same checkpoint loaded in another dtype has the same fingerprint.
+    Values are compared as bfloat16, so that the same checkpoint loaded in another dtype has the same fingerprint; but
+    for one with float32 numbers that is loaded in float16, which has rounded them otherwise.
     Cost: a gather of 64 values a tensor and one copy to the host each; weights offloaded to disk are read once.
     """
     digest = hashlib.sha256(type(model).__name__.encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +11,6 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -38,9 +37,7 @@ class Sampler:
         self.params = params
         self.greedy = not params.do_sample
         self._noise = PlaceNoise(generator)
-        self._penalty = (
-            RepetitionPenaltyLogitsProcessor(params.repetition_penalty) if params.repetition_penalty != 1.0 else None
-        )
+        self._seen = None if params.repetition_penalty == 1.0 else _SeenIds()
         self._warpers = [] if self.greedy else _warpers(params)
         self._cuts = not self.greedy and bool(params.top_k or params.top_p < 1.0 or params.min_p)
 
@@ -49,11 +46,11 @@ class Sampler:
 
         Shapes: logits (T, V); row i follows `context` plus the first i tokens of `drafted` (T - 1,), so the penalty of
         a draft position sees the draft tokens before it. Returns (T, V) float32.
-        Cost: no device sync.
+        Cost: one device sync with a penalty and drafted tokens, else none.
         """
         scores = logits.float()
-        if self._penalty is not None:
-            scores = self._penalty(self._seen_ids(context, drafted, scores), scores)
+        if self._seen is not None:
+            scores = self._penalised(scores, self._seen.of(context), [] if drafted is None else drafted.tolist())
         if self._cuts and is_large(scores):
             scores = scores if self.params.temperature == 1.0 else scores / self.params.temperature
             return torch.stack([only(row, possible_ids(row, self.params)) for row in scores])
@@ -62,18 +59,23 @@ class Sampler:
             scores = warper(None, scores)
         return scores
 
-    @staticmethod
-    def _seen_ids(context: Sequence[int], drafted: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
-        """(T, len(context) + T - 1): row i holds context + drafted[:i], padded by a token it holds already."""
-        seen = torch.tensor(context, device=scores.device).expand(len(scores), -1)
-        if drafted is None:
-            return seen
-        is_before = torch.ones(len(scores), len(drafted), dtype=torch.bool, device=scores.device).tril(-1)
-        return torch.cat([seen, torch.where(is_before, drafted.to(scores.device), context[-1])], dim=1)
+    def _penalised(self, scores: torch.Tensor, seen: Collection[int], drafted: Sequence[int]) -> torch.Tensor:
+        """A copy, as `generate` has it: all rows by the ids seen before, each by what is drafted before it besides."""
+        penalty, scores = self.params.repetition_penalty, scores.clone()
+        ids = torch.tensor(list(seen), device=scores.device)
+        parts = [(scores, ids)] if len(ids) else []
+        new = {token: row for row, token in reversed([*enumerate(drafted, start=1)]) if token not in seen}
+        parts += [(scores[row:], ids.new_tensor([token])) for token, row in new.items()]
+        for rows, some in parts:
+            own = rows[:, some]
+            rows[:, some] = torch.where(own < 0, own * penalty, own / penalty)
+        return scores
 
     def begin(self, place: int) -> None:
         """A text of so many tokens is about to be continued."""
         self._noise.begin(place)
+        if self._seen is not None:
+            self._seen = _SeenIds()
 
     def choose(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
         """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
@@ -136,7 +138,7 @@ class Sampler:
 
         logits: (R, V), not shaped; context: the tokens before the place of each row, asked for with a penalty alone.
         """
-        if self._penalty is None:
+        if self._seen is None:
             scores = self.shape(logits, ())
         else:
             scores = torch.cat([self.shape(logits[i : i + 1], context(i)) for i in range(len(logits))])
@@ -162,10 +164,32 @@ class Sampler:
     def settle(self, place: int) -> None:
         """The tokens before `place` are chosen for good; their noise is dropped."""
         self._noise.settle(place)
+        if self._seen is not None:
+            self._seen.num_settled = place
 
     def end(self, place: int) -> None:
         """The text ends before `place`: the generator goes back to where one token after another would have left it."""
         self._noise.end(place)
+
+
+class _SeenIds:
+    """The token ids of a text that grows: what is settled of it is gone over once."""
+
+    def __init__(self) -> None:
+        self.num_settled = 0
+        """Tokens that every further text begins with."""
+        self._num_known = 0
+        self._known: set[int] = set()
+
+    def of(self, text: Sequence[int]) -> set[int]:
+        """All of them."""
+        if len(text) < self._num_known:
+            return set(text)
+        settled = min(self.num_settled, len(text))
+        self._known.update(text[self._num_known : settled])
+        self._num_known = max(self._num_known, settled)
+        rest = text[self._num_known :]
+        return self._known if self._known.issuperset(rest) else self._known.union(rest)
 
 
 def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> Sampler:
@@ -229,10 +253,11 @@ class PlaceNoise:
         if self._rows:
             last = self._rows[-1].drawn
             generator = _generator_of(last.device) if self._generator is None else self._generator
-            if generator is not None and self._states[0] is not None and self._states[-1] is not None:
+            if generator is not None and self._states[0] is not None:
                 now = generator.get_state()
-                generator.set_state(self._states[-1])
-                _Row.of(last.shape[1], last.device, generator)
+                generator.set_state(self._states[0])
+                for _ in self._rows:
+                    _Row.of(last.shape[1], last.device, generator)
                 is_ours = torch.equal(generator.get_state(), now)
                 generator.set_state(self._states[0] if is_ours else now)
         self.begin(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from layerskip.server.schemas import GenerationFields
@@ -61,7 +61,7 @@ class AnswerFormat:
         """lossy: in every body and event, where the text is not the target's own."""
         options = asked.stream_options
         self.shape, self.system_fingerprint, self.lossy = shape, system_fingerprint, lossy
-        self.model_id = asked.model
+        self.model_id, self.answers_each = asked.model, asked.n or 1
         self.streamed = bool(asked.stream)
         self.with_token_ids = bool(asked.return_token_ids)
         self.with_usage = options is not None and options.include_usage
@@ -70,27 +70,38 @@ class AnswerFormat:
         self.created = int(time.time())
         """Unix seconds."""
 
-    def whole(self, text: str, ids: list[int], end: Finished) -> bytes:
-        """The body of an answer that is not streamed."""
-        choice = self._choice(self.shape.whole(text), ids, end.finish_reason)
-        return _json(self._body(self.shape.whole_object, [choice]) | _usage(end))
+    def whole(self, pieces: Sequence[Sequence[Piece]], ends: Sequence[Finished]) -> bytes:
+        """The body of an answer that is not streamed; pieces and ends by choice."""
+        choices = [
+            self._choice(
+                index,
+                self.shape.whole("".join(one.text for one in own)),
+                [token for one in own for token in one.ids],
+                end.finish_reason,
+            )
+            for index, (own, end) in enumerate(zip(pieces, ends, strict=True))
+        ]
+        return _json(self._body(self.shape.whole_object, choices) | self._usage(ends))
 
-    def opening(self) -> Iterator[bytes]:
-        """Events before the first text."""
+    def opening(self, index: int) -> Iterator[bytes]:
+        """Events before the first text of a choice."""
         opening = self.shape.opening()
         if opening is not None:
-            yield self._event([self._choice(opening, [], None)])
+            yield self._event([self._choice(index, opening, [], None)])
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """One event, or none for a piece without text: that of a character that is not complete yet."""
         if piece.text or (self.with_token_ids and piece.ids):
-            yield self._event([self._choice(self.shape.chunk(piece.text), piece.ids, None)])
+            yield self._event([self._choice(index, self.shape.chunk(piece.text), piece.ids, None)])
 
-    def closing(self, end: Finished) -> Iterator[bytes]:
-        """Events after the last text."""
-        yield self._event([self._choice(self.shape.chunk(None), [], end.finish_reason)])
+    def ending(self, index: int, end: Finished) -> Iterator[bytes]:
+        """After the last text of a choice."""
+        yield self._event([self._choice(index, self.shape.chunk(None), [], end.finish_reason)])
+
+    def closing(self, ends: Sequence[Finished]) -> Iterator[bytes]:
+        """Events after the last choice."""
         if self.with_usage:
-            yield _event(self._body(self.shape.chunk_object, []) | _usage(end))
+            yield _event(self._body(self.shape.chunk_object, []) | self._usage(ends))
         yield DONE
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
@@ -107,29 +118,28 @@ class AnswerFormat:
             "choices": choices,
         } | ({} if self.lossy is None else {"lossy": self.lossy})
 
-    def _choice(self, content: dict[str, Any], ids: list[int], finish_reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, content: dict[str, Any], ids: list[int], finish_reason: str | None) -> dict[str, Any]:
         token_ids = {"token_ids": ids} if self.with_token_ids else {}
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
+
+    def _usage(self, ends: Sequence[Finished]) -> dict[str, Any]:
+        """OpenAI's counts, a prompt counted once, and beside those of a single choice what this decoder did."""
+        prompts = [one.stats for one in ends[:: self.answers_each]]
+        num_prompt, num_emitted = sum(one.num_prompt_tokens for one in prompts), sum(one.num_emitted for one in ends)
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_emitted,
+            "total_tokens": num_prompt + num_emitted,
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached for one in prompts)},
+        }
+        stats = ends[0].stats
+        own = {"layerskip": stats.to_dict() | {"tokens_per_s": stats.tokens_per_s}} if len(ends) == 1 else {}
+        return {"usage": usage, **own}
 
 
 def error_event(body: dict[str, Any]) -> bytes:
     """What a stream ends with when it fails on the way; OpenAI's client raises it."""
     return _event(body)
-
-
-def _usage(end: Finished) -> dict[str, Any]:
-    """OpenAI's counts, and beside them what this decoder did."""
-    stats = end.stats
-    num_prompt = stats.num_prompt_tokens
-    return {
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": end.num_emitted,
-            "total_tokens": num_prompt + end.num_emitted,
-            "prompt_tokens_details": {"cached_tokens": stats.num_cached},
-        },
-        "layerskip": stats.to_dict() | {"tokens_per_s": stats.tokens_per_s},
-    }
 
 
 def _event(body: dict[str, Any]) -> bytes:

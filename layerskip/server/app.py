@@ -66,11 +66,11 @@ class Service:
     ) -> Answer:
         """The response to a request for text; decoding starts when it is sent. Raises: ApiError."""
         asked = parse(kind, await read_body(request, self.settings))
-        ticket = self.worker.admit()
+        ticket = self.worker.admit(asked.num_choices)
         try:
-            job = await self.preparer.job(asked, ticket)
-            form = AnswerFormat(shape, asked, self.system_fingerprint, job.lossy)
-            return Answer(job, form, self.worker)
+            jobs = await self.preparer.jobs(asked)
+            form = AnswerFormat(shape, asked, self.system_fingerprint, jobs[0].lossy)
+            return Answer(jobs, ticket, form, self.worker)
         except BaseException:
             ticket.close()
             raise

@@ -7,7 +7,6 @@ import copy
 import inspect
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 from layerskip.config.lossy_acceptance import lossy_label
@@ -18,7 +17,7 @@ from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
 from layerskip.server.settings import ServerSettings
-from layerskip.server.worker import Job
+from layerskip.server.worker import Event, Job
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for /v1/completions; a chat answer may fill the context."""
@@ -50,30 +49,46 @@ class Preparer:
         self._tokenizer = copy.deepcopy(model.tokenizer)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
-    async def job(self, asked: CompletionRequest | ChatRequest, ticket: ExitStack) -> Job:
-        """Ready for the worker. Raises: ApiError 400 or 404."""
+    async def jobs(self, asked: CompletionRequest | ChatRequest) -> list[Job]:
+        """Ready for the worker: one for each choice of the answer. Raises: ApiError 400 or 404."""
         if asked.model != self._settings.model_id:
             name = asked.model[:80]
             message = f"model: this server has {self._settings.model_id!r} only, got {name!a}"
             raise ApiError(404, message, param="model", code="model_not_found")
         run = asyncio.get_running_loop().run_in_executor
-        ids, stream = await run(self._executor, self._ids_and_stream, asked)
+        found = await run(self._executor, self._ids_and_streams, asked)
+        events = asyncio.Queue[tuple[int, Event]]()
+        return [self._job(asked, ids, stream, index, events) for index, (ids, stream) in enumerate(found)]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _job(
+        asked: GenerationFields,
+        ids: list[int],
+        stream: GenerationStream,
+        index: int,
+        events: asyncio.Queue[tuple[int, Event]],
+    ) -> Job:
         known, rule = stream.config.sampling, stream.config.lossy
         return Job(
             stream,
-            ticket,
+            events,
+            index,
             asked.stop,
             prompt_ids=ids,
             regime=None if known is None else known.name,
             lossy=None if rule is None else lossy_label(rule),
         )
 
-    def close(self) -> None:
-        """End the thread."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    def _ids_and_streams(self, asked: CompletionRequest | ChatRequest) -> list[tuple[list[int], GenerationStream]]:
+        prompts = [self._chat_ids(asked)] if isinstance(asked, ChatRequest) else map(self._prompt_ids, asked.prompt)
+        return [(ids, self._stream(asked, ids, number)) for ids in prompts for number in range(asked.n or 1)]
 
-    def _ids_and_stream(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], GenerationStream]:
-        ids = self._chat_ids(asked) if isinstance(asked, ChatRequest) else self._prompt_ids(asked)
+    def _stream(self, asked: CompletionRequest | ChatRequest, ids: list[int], number: int) -> GenerationStream:
+        """number: of a prompt's answer."""
         # With a seed an answer has to be the same another day: neither what is drafted nor how a prompt's numbers are
         # rounded may show what was asked before.
         exact = self._model.engine.batch_invariant and not self._model.config.lossy_rules
@@ -88,7 +103,7 @@ class Preparer:
             "min_p": asked.min_p,
             "repetition_penalty": asked.repetition_penalty,
             # From a source of its own, so that nobody's draws follow from another request's.
-            "seed": secrets.randbits(63) if asked.seed is None else asked.seed,
+            "seed": secrets.randbits(63) if asked.seed is None else asked.seed + number,
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.
             "stop_strings": [] if asked.stop else None,
             "eos_token_id": [] if asked.ignore_eos else None,
@@ -99,14 +114,14 @@ class Preparer:
             "batch": self._batch,
         }
         try:
-            return ids, self._model.stream(ids, **arguments)  # computes nothing yet
+            return self._model.stream(ids, **arguments)  # computes nothing yet
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 
-    def _prompt_ids(self, asked: CompletionRequest) -> list[int]:
-        if not isinstance(asked.prompt, str):
-            return list(asked.prompt)
-        ids: list[int] = self._tokenizer(asked.prompt)["input_ids"]
+    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
     def _chat_ids(self, asked: ChatRequest) -> list[int]:

@@ -37,7 +37,6 @@ _HARMLESS = frozenset(
 """What clients send for bookkeeping or speed: the answer is the same without them, so they are dropped."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -68,6 +67,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """What this server cannot do, with the values that ask for nothing (null always does): ignoring any other value would
 change the answer, so it is refused."""
 
+MAX_CHOICES = 128
+"""Of one request: prompts times `n`."""
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
@@ -85,17 +86,20 @@ def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < 1 << 31 for item in value)
 
 
+def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """Texts or rows of token ids, of which one may stand for a list of one."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
+    if len(several) > MAX_CHOICES:
+        raise ValueError(f"must be at most {MAX_CHOICES} prompts, got {len(several)}")
+    return tuple(_read_prompt(one) for one in several)
+
+
 def _read_prompt(value: object) -> str | tuple[int, ...]:
-    """Text or one row of token ids; a list that holds one such prompt is that prompt."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise ValueError(f"must be one prompt, send several as requests of their own, got {len(value)}")
-        value = value[0]
     if isinstance(value, str):
         return value
     if _is_token_ids(value):
         return tuple(value)  # type: ignore[arg-type]
-    raise ValueError("must be text or a list of token ids")
+    raise ValueError("must be text or a list of token ids, or several of them")
 
 
 def _read_content(value: object, info: ValidationInfo) -> str:
@@ -168,6 +172,8 @@ class GenerationFields(_Strict):
     """0 is off, and so is -1."""
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to each prompt; of one with a seed each has one of its own, the first that seed."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_read_stops)] = ()
     ignore_eos: bool | None = None
@@ -184,9 +190,21 @@ class GenerationFields(_Strict):
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise ValueError("max_tokens, max_completion_tokens: must not differ, they mean the same")
+        if self.num_choices > MAX_CHOICES:
+            raise ValueError(f"n: prompts times n must be at most {MAX_CHOICES}, got {self.num_choices}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: needs stream = true")
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        """See `n`."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Of the answer."""
+        return self.num_prompts * (self.n or 1)
 
     @property
     def num_new_tokens(self) -> int | None:
@@ -202,7 +220,11 @@ class GenerationFields(_Strict):
 class CompletionRequest(GenerationFields):
     """A body of /v1/completions."""
 
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_read_prompt)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_read_prompts)]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
 
 
 class _EmptyExtras(_Strict):

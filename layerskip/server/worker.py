@@ -53,15 +53,16 @@ Event = Piece | Finished | ApiError
 
 @dataclass(eq=False)
 class Job:
-    """One request's decoding, handed to the worker's thread; its events come back on the event loop that made it.
+    """One choice's decoding, handed to the worker's thread; its events come back on the event loop that made it.
 
     The events are not limited: they hold one answer at most, which `max_new_tokens` bounds. So a client that reads
     slowly never holds up the model.
     """
 
     decoding: GenerationStream
-    ticket: ExitStack
-    """See `DecodeWorker.admit`."""
+    events: asyncio.Queue[tuple[int, Event]]
+    """Of all choices of a request, each with its index."""
+    index: int = 0
     stops: tuple[str, ...] = ()
     prompt_ids: Sequence[int] = ()
     regime: str | None = None
@@ -69,14 +70,13 @@ class Job:
     lossy: str | None = None
     """What must be told of that setting; None where it is lossless."""
     arrived_s: float = field(default_factory=time.monotonic)
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def send(self, event: Event) -> None:
         """From any thread."""
         try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.events.put_nowait, (self.index, event))
         except RuntimeError:  # the loop has ended, so nobody waits for the answer
             self.cancelled.set()
 
@@ -141,30 +141,34 @@ class DecodeWorker:
 
     @property
     def num_admitted(self) -> int:
-        """Requests being decoded, waiting, or whose answer is still being sent."""
+        """Jobs being decoded, waiting, or whose answer is still being sent."""
         return self._num_admitted
 
     def drain(self) -> None:
         """Refuse new requests; those admitted go on."""
         self._draining = True
 
-    def admit(self) -> ExitStack:
-        """A ticket: the right to be decoded or to wait for it. `close` gives it back, any number of times.
+    def admit(self, count: int = 1) -> ExitStack:
+        """A ticket: the right of so many jobs to be decoded or to wait for it. `close` gives it back, any number of
+        times.
 
-        Raises: ApiError 429 if the queue is full, 503 if the server is about to end."""
+        Raises: ApiError 429 if the queue is full, 503 if the server is about to end, 400 for more than it ever takes.
+        """
         if self._draining or not self.is_alive:
             raise shutting_down()
         size, limit = self._settings.max_batch_size, self._settings.queue_limit
-        if self._num_admitted >= size + limit:
+        if count > size + limit:
+            raise ApiError(400, f"n: this server takes at most {size + limit} texts at once, got {count}", param="n")
+        if self._num_admitted + count > size + limit:
             wait_s = math.ceil(self._mean_job_s * self._num_admitted / size)
             raise queue_full(limit, min(max(wait_s, 1), _LONGEST_RETRY_S))
-        self._num_admitted += 1
+        self._num_admitted += count
         ticket = ExitStack()
-        ticket.callback(self._leave)
+        ticket.callback(self._leave, count)
         return ticket
 
-    def _leave(self) -> None:
-        self._num_admitted -= 1
+    def _leave(self, count: int) -> None:
+        self._num_admitted -= count
 
     def submit(self, job: Job) -> None:
         """Decode it when its turn comes."""

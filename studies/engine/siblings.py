@@ -167,7 +167,7 @@ def timed(ways: Sequence[tuple[ModelDecoder, DecodeConfig]], prompts: Sequence[S
     rates = rates[:, known]
     return [
         {
-            "mean_accepted_length": float((accepted[way] + rounds[way]) / rounds[way]),
+            "mean_accepted_length": float(1 + accepted[way] / max(1, rounds[way])),
             "tokens_per_s": geometric_mean(np.median(rates[:, :, way], axis=0).tolist()),
             "speedup": _ratios(rates[:, :, way] / rates[:, :, 0]),
             "over_none": _ratios(rates[:, :, way] / rates[:, :, 1]),

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import layerskip.model
 from layerskip import Confirmed, DecodeConfig, LayerSkipModel, Provenance, RegimeSetting, Sampling, SkipMask
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.engines.native import library
 from tests.layerskip import tokenizers, zoo
+from tests.layerskip.tape import graph_model
 
 CONFIG = DecodeConfig(skip_mask=SkipMask.from_layers(4, [3]), gamma=4)
 TEXT = "naïve – “quotes” 日本語 🙂\n\tdef f(x):  return x"
@@ -179,6 +181,39 @@ def test_what_others_draw_from_the_generator_meanwhile_is_not_drawn_again() -> N
         assert not set(inside) & set(torch.rand(3000).tolist())
 
 
+def test_what_others_draw_between_two_drafts_is_not_drawn_again() -> None:
+    """The text ends where several places have noise that was not needed, with others' draws in between."""
+    model, config = zoo.layerskip_of("llama"), DecodeConfig(skip_mask=SkipMask.early_exit(4, 2), gamma=8)
+    inside = list[float]()
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        stream = model.stream(
+            zoo.prompt_of(7), max_new_tokens=20, do_sample=True, top_k=0, config=config, eos_token_id=[*range(6)]
+        )
+        for _ in range(4):
+            next(stream)
+            inside += torch.rand(3).tolist()
+        for _ in stream:
+            pass
+        assert stream.output().finish_reason == "eos"
+        assert not set(inside) & set(torch.rand(3000).tolist())
+
+
+def test_stop_strings_are_made_ready_once(text_model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own = list[Any](), layerskip.model.StopStringCriteria
+
+    def make(*arguments: Any) -> Any:
+        made.append(arguments)
+        return own(*arguments)
+
+    monkeypatch.setattr(layerskip.model, "StopStringCriteria", make)
+    text_model._stop_criteria.clear()
+    for _ in range(3):
+        text_model.generate("def", max_new_tokens=3, stop_strings=["return"])
+    text_model.generate("def", max_new_tokens=3, stop_strings="class")
+    assert len(made) == 2
+
+
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="max_tokens"):
         zoo.layerskip_of("llama").generate([1], max_tokens=3)
@@ -191,8 +226,10 @@ def test_an_empty_text_is_refused(text_model: LayerSkipModel) -> None:
 
 def test_the_last_position_can_be_used() -> None:
     prompt = zoo.prompt_of(90)
-    for name in ("llama", "gpt2", "opt"):  # learned positions fail one past the end, also for drafted tokens
-        out = zoo.layerskip_of(name).generate(prompt, max_new_tokens=6, config=CONFIG)
+    # Learned positions fail one past the end, also for drafted tokens.
+    models = [(name, zoo.layerskip_of(name)) for name in ("llama", "gpt2", "opt")]
+    for name, model in [*models, ("gpt2", graph_model("gpt2"))]:
+        out = model.generate(prompt, max_new_tokens=6, config=CONFIG)
         assert out.ids == list(zoo.greedy_reference(name, prompt, 6))
 
 

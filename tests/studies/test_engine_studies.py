@@ -16,7 +16,7 @@ import transformers
 from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
 from layerskip.benchmark import memory
-from layerskip.rounds import sampling
+from layerskip.rounds import likely_ids, sampling
 from studies.demo.corpus import Module
 from studies.engine import (
     batches,
@@ -30,6 +30,7 @@ from studies.engine import (
     trees,
     turns,
 )
+from studies.engine import sampling as engine_sampling
 from tests.layerskip import zoo
 from tests.layerskip.conftest import text_model, tokenizer, with_whole_drafts
 from tests.layerskip.engines.test_native import needs_kernels
@@ -106,6 +107,25 @@ def test_draft_vocab_tells_shares_and_speeds(tmp_path: Path, capsys) -> None:
         assert [way["name"] for way in one["ways"]][:3] == ["all", "the first 1024", "the likeliest 1024"]
         assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
     assert draft_vocab.table(record) in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_sampling_tells_costs_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(likely_ids, "_LARGE", 64)
+    out = tmp_path / "sampling.json"
+    given = ["--study", str(siblings.DEMO), "--prompts", "2", "--repeats", "1", "--gamma", "2", "--out", str(out)]
+    assert engine_sampling.main(given) == 0
+    assert likely_ids._LARGE == 64
+    record = json.loads(out.read_text())
+    assert [one["regime"] for one in record["tokens"]] == list(engine_sampling.SETTINGS)
+    assert all(ms > 0 for one in record["tokens"] for ms in one["token_ms"])
+    assert [one["regime"] for one in record["rows"]] == list(engine_sampling.DECODED)
+    for one in record["rows"]:
+        assert [way["name"] for way in one["ways"]] == ["drafts", "plain, as `generate`", "drafts, as `generate`"]
+        assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
+        assert one["ways"][1]["mean_accepted_length"] == 1.0
+    assert engine_sampling.table(record) in capsys.readouterr().out
 
 
 @needs_kernels

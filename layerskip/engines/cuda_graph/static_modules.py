@@ -87,6 +87,9 @@ class ModuleExecutor:
         if self._mixed:
             window = next(window for window in masks if window is not None)
             attention_mask = {"full_attention": masks[None], "sliding_attention": masks[window]}
+        if adapter.max_positions is not None:
+            # A whole round drafts beyond the text's end, too, where none is accepted: a table of positions ends there.
+            positions = positions.clamp(max=adapter.max_positions - 1)
         forced = ForcedPositions(positions, attention_mask)
         return adapter.forward(ids, self._cache, mask, num_logits=num_logits, forced=forced)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
@@ -76,15 +78,15 @@ def _closing(error: ApiError) -> ApiError:
 
 
 class Answer(Response):
-    """ASGI response: submits a job and sends what comes of it, whole or as server-sent events.
+    """ASGI response: submits jobs, one for each choice, and sends what comes of them, whole or as server-sent events.
 
     The status waits for the first token, so that a failure before it has its own. A client that leaves, or is dropped
-    because it takes nothing, cancels the job. In the end the job's ticket is given back.
+    because it takes nothing, cancels the jobs, and so does one that fails. In the end their ticket is given back.
     """
 
-    def __init__(self, job: Job, form: AnswerFormat, worker: DecodeWorker) -> None:
+    def __init__(self, jobs: Sequence[Job], ticket: ExitStack, form: AnswerFormat, worker: DecodeWorker) -> None:
         super().__init__()
-        self.job = job
+        self.jobs, self.ticket = jobs, ticket
         self.form = form
         self.worker = worker
 
@@ -93,53 +95,73 @@ class Answer(Response):
         record = Record.of(scope)
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            self.worker.submit(self.job)
+            for job in self.jobs:
+                self.worker.submit(job)
             await (self._send_events(record, send) if self.form.streamed else self._send_whole(record, send))
         except ClientDisconnect:
             record.status = CLIENT_LEFT
         finally:
             watcher.cancel()
-            self.worker.cancel(self.job)
-            self.job.ticket.close()
+            self._cancel()
+            self.ticket.close()
+
+    def _cancel(self) -> None:
+        for job in self.jobs:
+            self.worker.cancel(job)
 
     async def _watch(self, receive: Receive) -> None:
         """Waits for the client to leave, which nothing else would notice before the next write."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.worker.cancel(self.job)
-        self.job.events.put_nowait(ApiError(CLIENT_LEFT, "the client left"))
+        self._cancel()
+        self.jobs[0].events.put_nowait((0, ApiError(CLIENT_LEFT, "the client left")))
 
-    async def _next(self, record: Record) -> Piece | Finished:
-        event: Event = await self.job.events.get()
+    async def _next(self, record: Record) -> tuple[int, Piece | Finished]:
+        """An event and its choice's index."""
+        event: Event
+        index, event = await self.jobs[0].events.get()
         if isinstance(event, ApiError):
             if event.status == CLIENT_LEFT:
                 raise ClientDisconnect
             raise event
         if isinstance(event, Finished):
-            record.num_prompt_tokens, record.num_emitted = event.stats.num_prompt_tokens, event.num_emitted
-        return event
+            record.num_prompt_tokens = (record.num_prompt_tokens or 0) + event.stats.num_prompt_tokens
+            record.num_emitted = (record.num_emitted or 0) + event.num_emitted
+        return index, event
 
     async def _send_whole(self, record: Record, send: Send) -> None:
-        texts: list[str] = []
-        ids: list[int] = []
-        while isinstance(event := await self._next(record), Piece):
-            texts.append(event.text)
-            ids += event.ids
-        body = self.form.whole("".join(texts), ids, event)
+        pieces: list[list[Piece]] = [[] for _ in self.jobs]
+        ends: dict[int, Finished] = {}
+        while len(ends) < len(self.jobs):
+            index, event = await self._next(record)
+            if isinstance(event, Piece):
+                pieces[index].append(event)
+            else:
+                ends[index] = event
+        body = self.form.whole(pieces, [ends[index] for index in range(len(ends))])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, record: Record, send: Send) -> None:
-        event = await self._next(record)
+        first = await self._next(record)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        ends: dict[int, Finished] = {}
         try:
-            await self._send_body(send, *self.form.opening())
-            while isinstance(event, Piece):
-                await self._send_body(send, *self.form.piece(event))
-                event = await self._next(record)
-            await self._send_body(send, *self.form.closing(event))
+            for index in range(len(self.jobs)):
+                await self._send_body(send, *self.form.opening(index))
+            index, event = first
+            while True:
+                if isinstance(event, Piece):
+                    await self._send_body(send, *self.form.piece(index, event))
+                else:
+                    ends[index] = event
+                    await self._send_body(send, *self.form.ending(index, event))
+                if len(ends) == len(self.jobs):
+                    break
+                index, event = await self._next(record)
+            await self._send_body(send, *self.form.closing([ends[index] for index in range(len(ends))]))
         except ApiError as error:
             # Too late for a status of its own.
             record.status = error.status

@@ -80,6 +80,19 @@ def test_states_of_layers_serve_the_engine_alone_that_computed_them() -> None:
     assert known == [0, 0, len(PROMPT)]
 
 
+@pytest.mark.skipif("glm4-moe" not in zoo.FUSED, reason="no kernels here")
+def test_keys_serve_the_engine_alone_that_computed_them() -> None:
+    """Where a part of a head is rotated, two engines keep its numbers in different orders."""
+    engines = [zoo.layerskip_of("glm4-moe"), zoo.layerskip_of("glm4-moe fused")]
+    cache, prompt = PrefixCache(MUCH), zoo.prompt_of(20)
+    first = engines[0].generate(prompt, max_new_tokens=8, prefix_cache=cache)
+    text = [*prompt, *first.ids, 3, 1, 4]
+    for engine, known in zip(engines, (27, 0), strict=True):
+        out = engine.generate(text, max_new_tokens=12, prefix_cache=cache)
+        assert out.stats.num_cached == known
+        assert out.ids == engine.generate(text, max_new_tokens=12).ids
+
+
 def test_a_drafter_that_reads_states_takes_only_texts_that_have_them() -> None:
     model, cache = zoo.layerskip_of("llama"), PrefixCache(MUCH)
     plain, eagle = DecodeConfig.plain(zoo.NUM_LAYERS), config_of("eagle", "llama", MASK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +15,7 @@ import torch
 from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, SkipMask
 from layerskip.engines.batch import Batch, Cancelled
 from layerskip.engines.fused import Forward, FusedEngine
+from layerskip.model import GenerationStream
 from tests.layerskip import zoo
 from tests.layerskip.drafters.test_drafters import DRAFTERS, PROMPT, TRAINED, TREES, by_trees, by_weights, config_of
 from tests.layerskip.huggingface.test_adapter import PlantedError
@@ -98,6 +101,7 @@ def test_long_and_short_texts_together() -> None:
 
 def test_each_forward_is_computed_once_for_all_and_a_text_that_ends_makes_room(computed: list[list[Forward]]) -> None:
     model = zoo.layerskip_of("llama fused")
+    computed.clear()  # a new model's engine is tried first
     model.generate_batch([PROMPT] * 5, max_batch_size=4, max_new_tokens=3, config=DecodeConfig.plain(zoo.NUM_LAYERS))
     assert [len(one) for one in computed] == [4, 4, 4, 1, 1, 1]
     computed.clear()
@@ -170,6 +174,29 @@ def test_a_conversation_goes_on_in_a_batch() -> None:
     for text, one in zip(texts, model.generate_batch(texts, max_new_tokens=6, prefix_cache=cache), strict=True):
         assert one.stats.num_cached == len(text) - 2
         assert one.ids == model.generate(text, max_new_tokens=6).ids
+
+
+@pytest.mark.parametrize("drafter", ["layer_skip", "hybrid"])
+def test_a_text_that_is_done_keeps_no_keys_while_others_wait(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, caches, alive = zoo.layerskip_of("llama fused"), list[Any](), list[int]()
+    allocate, output = FusedEngine._allocate, GenerationStream.output
+
+    def allocate_seen(self: FusedEngine) -> None:
+        allocate(self)
+        layer: Any = self.cache.layers[0]
+        caches.append(weakref.ref(layer.states))
+
+    def output_seen(self: GenerationStream) -> Any:
+        gc.collect()
+        alive.append(sum(one() is not None for one in caches))
+        return output(self)
+
+    monkeypatch.setattr(FusedEngine, "_allocate", allocate_seen)
+    monkeypatch.setattr(GenerationStream, "output", output_seen)
+    config = config_of(drafter, "llama fused", MASK)
+    outputs = model.generate_batch([PROMPT] * 9, max_batch_size=2, max_new_tokens=6, config=config)
+    assert len(outputs) == len(caches) == 9
+    assert alive[0] == 0
 
 
 def test_who_raises_is_over_and_the_others_go_on() -> None:

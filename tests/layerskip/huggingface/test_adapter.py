@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -176,6 +178,30 @@ def test_leaving_a_stream_early_leaves_the_model_whole(leave: str) -> None:
     assert not torch.is_inference_mode_enabled()
     assert model.generate(prompt, max_new_tokens=20, config=config).ids == list(
         zoo.greedy_reference("llama", prompt)[:20]
+    )
+
+
+def test_ctrl_c_while_the_gates_are_taken_off_leaves_the_model_whole() -> None:
+    model, code = zoo.layerskip_of("llama"), ModelAdapter._detach.__code__
+    source, first = inspect.getsourcelines(ModelAdapter._detach)
+    line = first + next(i for i, text in enumerate(source) if "__dict__.pop" in text)
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is code and event == "line" and frame.f_lineno == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(zoo.prompt_of(5), max_new_tokens=4)
+    finally:
+        sys.settrace(before)
+    assert gates_on(model.model) == []
+    assert model.generate(zoo.prompt_of(5), max_new_tokens=4).ids == list(
+        zoo.greedy_reference("llama", zoo.prompt_of(5))[:4]
     )
 
 

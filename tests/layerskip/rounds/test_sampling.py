@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from transformers import GenerationConfig
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
@@ -403,6 +404,29 @@ def test_the_penalty_at_a_draft_position_sees_earlier_drafted_tokens() -> None:
     shaped_rows = sampler.shape(logits, [0], torch.tensor([2, 1]))
     assert shaped_rows.tolist() == [[2, 4, -4, 4], [2, 4, -8, 4], [2, 2, -8, 4]]
     assert logits.tolist() == [[4, 4, -4, 4]] * 3  # not changed in place
+
+
+def test_the_penalty_goes_by_all_that_is_settled_and_all_that_is_not() -> None:
+    """A text grows, a draft is tried and dropped, another text begins: as `generate` does it each time."""
+    sampler, reference = Sampler(SamplingParams(repetition_penalty=1.3)), RepetitionPenaltyLogitsProcessor(1.3)
+    generator = torch.Generator().manual_seed(0)
+
+    def check(text: list[int], drafted: list[int]) -> None:
+        logits = torch.randn(len(drafted) + 1, 50, generator=generator)
+        own = sampler.shape(logits, text, torch.tensor(drafted, dtype=torch.long))
+        rows = [reference(torch.tensor([text + drafted[:i]]), logits[i : i + 1]) for i in range(len(logits))]
+        assert torch.equal(own, torch.cat(rows))
+
+    for start in (3, 9):
+        text = torch.randint(0, 50, (start,), generator=generator).tolist()
+        sampler.begin(len(text))
+        for _ in range(6):
+            check(text, torch.randint(0, 50, (4,), generator=generator).tolist())
+            check([*text, 7, 8], [])
+            text += torch.randint(0, 50, (2,), generator=generator).tolist()
+            sampler.settle(len(text))
+            check(text, [49, 49, text[0]])
+    check(text[:2], [1])
 
 
 def test_greedy_ignores_what_only_shapes_draws() -> None:

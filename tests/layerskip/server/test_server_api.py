@@ -122,6 +122,46 @@ def test_top_p_alone_samples_and_nothing_given_follows_the_generation_config(dem
     assert len(drawn) > 1
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_prompts_have_several_answers_each(demo: Serving, demo_model, streams: bool) -> None:
+    prompts, client = ["def read(", "class Stack:\n"], demo.client()
+    shape: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True, "temperature": 0.9, "top_k": 0}
+    expected = [demo_model.generate(one, seed=3 + i, **shape).ids for one in prompts for i in range(3)]
+    answer = client.completions.create(
+        model=MODEL_ID,
+        prompt=prompts,
+        n=3,
+        seed=3,
+        temperature=0.9,
+        max_tokens=10,
+        stream=streams,
+        extra_body={"top_k": 0, **RAW} | ({"stream_options": {"include_usage": True}} if streams else {}),
+    )
+    found: list[list[int]] = [[] for _ in range(6)]
+    ended, events = set[int](), list(answer) if streams else [answer]
+    for choice in (one for event in events for one in event.choices):
+        assert choice.index not in ended
+        found[choice.index] += choice.token_ids
+        ended |= {choice.index} if choice.finish_reason else set()
+    assert found == expected
+    assert ended == set(range(6))
+    usage = events[-1].usage
+    assert usage.completion_tokens == sum(map(len, expected))
+    assert usage.prompt_tokens == sum(len(demo_model.encode(one)) for one in prompts)  # each once
+    assert demo.service.worker.num_admitted in (0, 6)
+
+
+def test_several_answers_of_a_chat(chat: Serving) -> None:
+    asked: dict[str, Any] = {"model": MODEL_ID, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    one = chat.client().chat.completions.create(**asked).choices[0].message.content
+    answer = chat.client().chat.completions.create(**asked, n=2)
+    assert [choice.message.content for choice in answer.choices] == [one, one]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    events = list(chat.client().chat.completions.create(**asked, n=2, stream=True))
+    roles = [choice.index for event in events for choice in event.choices if choice.delta.role]
+    assert roles == [0, 1]
+
+
 def test_a_temperature_next_to_nothing_is_greedy(demo: Serving, demo_model) -> None:
     expected = demo_model.generate("def ", max_new_tokens=16).text
     for temperature in (0, 1e-8, 0.00099):
@@ -316,7 +356,7 @@ def test_harmless_fields_are_dropped_and_meaningful_ones_refused(chat: Serving) 
     harmless = {"n": 1, "logit_bias": {}, "echo": False, "presence_penalty": 0.0, "user": "me"}
     extra = {"metadata": {"a": "b"}, "store": True}
     assert client.completions.create(**arguments, **harmless, extra_body=extra).choices == plain.choices
-    refused = {"n": 2, "best_of": 3, "echo": True, "logprobs": 0, "logit_bias": {"1": 5}, "suffix": "x"}
+    refused = {"best_of": 3, "echo": True, "logprobs": 0, "logit_bias": {"1": 5}, "suffix": "x"}
     for name, value in (refused | {"frequency_penalty": 0.1}).items():
         with pytest.raises(openai.BadRequestError, match=f"{name}: not supported by this server"):
             client.completions.create(**arguments, **{name: value})

@@ -67,6 +67,16 @@ def test_a_request_that_fails_takes_no_other_with_it(model: LayerSkipModel, monk
         assert server.metrics()["layerskip_failures_total"] == 1
 
 
+def test_a_request_has_room_for_all_of_its_answers_or_for_none(model: LayerSkipModel) -> None:
+    with serving(model, max_batch_size=2, queue_limit=4) as server:
+        status, _, body = server.complete(n=7, max_tokens=4)
+        assert (status, body["error"]["message"]) == (400, "n: this server takes at most 6 texts at once, got 7")
+        status, _, body = server.complete(n=6, max_tokens=4)
+        assert (status, len(body["choices"])) == (200, 6)
+        assert len({choice["text"] for choice in body["choices"]}) == 1
+        wait_for(lambda: server.service.worker.num_admitted == 0, "all have left")
+
+
 def test_a_client_that_leaves_makes_room_and_the_others_go_on(model: LayerSkipModel) -> None:
     expected = model.generate("def", max_new_tokens=40).text
     with serving(model, max_batch_size=2) as server, ThreadPoolExecutor(3) as pool:
