@@ -126,7 +126,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
         sharp, ranked = (predictor.counts(config, sharp=one, texts=whole) for one in (True, False))
         records.append(
             {
-                "config": config.bare().model_dump(mode="json", exclude_none=True),
+                "config": config.bare().model_dump(mode="json", exclude_defaults=True),
                 "live": live.tolist(),
                 "sharp": sharp.total()[0].tolist(),
                 "ranked": ranked.total()[0].tolist(),

@@ -26,7 +26,8 @@ class Sampler:
     A drawn token is decided by its place in the text: with the place's own exponential noise e, the token is the one
     with the largest probability / e. Whoever draws for a place, draft or target, uses the same noise, so a draft close
     to the target mostly says what the target will say, and the output does not depend on the draft at all: it is what
-    `torch.multinomial` draws one token after another from the same generator, and so what `generate` samples.
+    `torch.multinomial` draws one token after another from the same generator, and so what `generate` samples; on a CPU
+    up to which ids of a large vocabulary are left at the edge of `top_p`, see `possible_ids`.
     Ref: Gumbel coupling, Daliri, Musco and Suresh 2024 (2408.07978).
 
     `generator` must live on the logits' device; None uses that device's default one, as `generate` does. Cost of a
