@@ -41,6 +41,8 @@ class Sampler:
         self._seen = None if params.repetition_penalty == 1.0 else _SeenIds()
         self._warpers = [] if self.greedy else _warpers(params)
         self._cuts = not self.greedy and bool(params.top_k or params.top_p < 1.0 or params.min_p)
+        self._left: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
+        """What was shaped last, and the possible ids of its rows."""
 
     def shape(self, logits: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None = None) -> torch.Tensor:
         """Penalised and warped float32 logits.
@@ -54,7 +56,10 @@ class Sampler:
             scores = self._penalised(scores, self._seen.of(context), [] if drafted is None else drafted.tolist())
         if self._cuts and is_large(scores):
             scores = scores if self.params.temperature == 1.0 else scores / self.params.temperature
-            return torch.stack([only(row, possible_ids(row, self.params)) for row in scores])
+            left = [possible_ids(row, self.params) for row in scores]
+            scores = torch.stack([only(row, ids) for row, ids in zip(scores, left, strict=True)])
+            self._left = (scores, left)
+            return scores
         for warper in self._warpers:
             # The ids are not read by these warpers; the penalty is the only one that looks at the text.
             scores = warper(None, scores)
@@ -83,27 +88,21 @@ class Sampler:
         if self.greedy:
             return choose(shaped, None)
         if is_large(shaped):
-            return torch.cat([self._best(row, place + i, 1) for i, row in enumerate(shaped)])
+            return torch.cat([self._best(shaped, i, place, 1) for i in range(len(shaped))])
         return choose(shaped, self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device))
 
-    def _best(self, shaped: torch.Tensor, place: int, count: int) -> torch.Tensor:
-        """(n,): of a row (V,) the `count` tokens that are drawn first at a place, or as many as are possible.
-
-        Few can be: those that are likely, and those whose noise is so small that they come before them all the same.
-        """
+    def _best(self, shaped: torch.Tensor, i: int, place: int, count: int) -> torch.Tensor:
+        """(n,): of the i-th of rows (T, V), the first of which is at `place`, the `count` tokens that come first, in
+        order, or as many as are possible."""
+        row = shaped[i]
         if self.greedy:
-            ids = likeliest_ids(shaped, count)
-            return ids[shaped[ids].sort(descending=True, stable=True).indices[:count]]
-        row = self._noise.row(place, shaped.shape[0], shaped.device)
-        least = float(shaped.max()) - _NATS
-        ids = ids_at_least(shaped, least)
-        scores = shaped[ids] - row.at(ids)[0].log()
-        last = float(scores.topk(count).values[-1]) if count <= len(ids) else -math.inf
-        lucky = row.below(least - last)
-        own = shaped[lucky]
-        ids = torch.cat([ids, lucky[(own < least) & (own > -math.inf)]])
-        order = _scores(shaped[ids].unsqueeze(0), row.at(ids))[0].sort(descending=True, stable=True).indices
-        return ids[order[:count]]
+            ids = likeliest_ids(row, count)
+            scores = row[ids]
+        else:
+            noise = self._noise.row(place + i, row.shape[0], row.device)
+            ids = self._left[1][i] if shaped is self._left[0] else _contenders(row, noise, count)
+            scores = _scores(row[ids].unsqueeze(0), noise.at(ids))[0]
+        return ids[scores.topk(min(count, len(ids))).indices]
 
     def choose_among(
         self, logits: torch.Tensor, rows: torch.Tensor | slice, place: int
@@ -121,8 +120,8 @@ class Sampler:
             noise = None if self.greedy else self.noise(place, shaped.shape[0], shaped.shape[1], shaped.device)
             return next_best(shaped, noise, chosen, count)
         found = chosen.unsqueeze(1).repeat(1, count)
-        for i, (row, own) in enumerate(zip(shaped, chosen, strict=True)):
-            best = self._best(row, place + i, count + 1)
+        for i, own in enumerate(chosen):
+            best = self._best(shaped, i, place, count + 1)
             rest = best[best != own][:count]
             found[i, : len(rest)] = rest
         return found
@@ -293,6 +292,18 @@ class _Row:
         """(n,) int64: the token ids whose numbers are smaller than e to this, and perhaps a few more."""
         limit = 1.001 * math.exp(min(exponent, _MOST_NOISE))
         return (self.drawn[0] < (-math.expm1(-limit) if self.is_uniform else limit)).nonzero().squeeze(-1)
+
+
+def _contenders(shaped: torch.Tensor, noise: _Row, count: int) -> torch.Tensor:
+    """(n,): ids of a row (V,) that hold the `count` which are drawn first, as far as so many are possible: those that
+    are likely, and those whose noise is so small that they come before them all the same."""
+    least = float(shaped.max()) - _NATS
+    ids = ids_at_least(shaped, least)
+    scores = shaped[ids] - noise.at(ids)[0].log()
+    last = float(scores.topk(count).values[-1]) if count <= len(ids) else -math.inf
+    lucky = noise.below(least - last)
+    own = shaped[lucky]
+    return torch.cat([ids, lucky[(own < least) & (own > -math.inf)]])
 
 
 _NATS = 8.0
