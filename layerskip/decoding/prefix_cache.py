@@ -72,8 +72,9 @@ class PrefixCache:
     were not kept; a `draft_model` goes over the whole prompt itself. Where layers keep a state in place of keys, only a
     whole text is gone on from. Not for several threads at a time.
 
-    Cost: a copy of the rows on the model's device when a text ends, and one when a prompt begins like it. Texts that a
-    newer one continues make room for it, then the oldest. Texts of fewer than 4 tokens are not kept.
+    Cost: a copy of the rows on the model's device when a prompt is computed and when its text ends, and one when
+    another begins like it. Texts that a newer one continues make room for it, then the oldest. Texts of fewer than 4
+    tokens are not kept.
     The output is the same as without, on an engine that is not `batch_invariant` up to rounding: a prompt computed in
     two pieces rounds in other places than in one, which can flip near-ties in bfloat16 and float16.
     """

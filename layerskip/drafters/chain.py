@@ -111,7 +111,7 @@ class ChainDrafter(Generic[SettingsT]):
         """
         sampler, own = self._sampler, self._settings
         needs_ids = sampler.params.repetition_penalty != 1.0
-        rows = None if needs_ids or own.siblings else self.rows
+        rows = None if own.siblings else self.rows
         seen, last = list(context) if needs_ids else [], None
         for place in range(len(context), len(context) + count):
             logits = next_logits(last)
@@ -119,7 +119,7 @@ class ChainDrafter(Generic[SettingsT]):
                 logits = sampler.shape(logits, seen)
                 last = sampler.choose(logits, place)
             else:
-                logits, last = sampler.choose_among(logits, rows, place)
+                logits, last = sampler.choose_among(logits, seen, rows, place)
             if needs_ids:
                 seen.append(int(last))
             sure = float(top_probability(logits)) if own.watches_confidence else None

@@ -8,6 +8,7 @@ leaves between two forwards, which is known as continuous batching.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -83,11 +84,7 @@ class Batch:
             self._compute()
         while self._computed:
             run = next(iter(self._computed))
-            found = self._computed.pop(run)
-            if isinstance(found, Exception):
-                self._go_on(run, error=found)
-            else:
-                self._go_on(run, found)
+            self._go_on(run, self._computed.pop(run))
 
     def run_all(self, runs: Iterable[Callable[[], object]], size: int) -> None:
         """All of them, at most so many at once. Raises: what one of them raises; the others are then ended."""
@@ -104,11 +101,12 @@ class Batch:
 
     def close(self) -> None:
         """End all runs where they are."""
-        with torch.inference_mode():  # see `_go_on`
-            for run in self._runs:
-                run.throw()
+        runs = [*self._runs]
         for every in (self._runs, self._waiting, self._computed, self._is_unwanted):
             every.clear()
+        with torch.inference_mode(), ExitStack() as all_of_them:  # see `_go_on`; whatever one of them raises
+            for run in runs:
+                all_of_them.callback(run.throw)
 
     def wait_for(self, forward: Forward) -> torch.Tensor:
         """In a run: the forward's logits, while others go on."""
@@ -133,11 +131,12 @@ class Batch:
             found = [error] * len(runs)
         self._computed.update(zip(runs, found, strict=True))
 
-    def _go_on(self, run: greenlet, *found: torch.Tensor, error: Exception | None = None) -> None:
+    def _go_on(self, run: greenlet, found: torch.Tensor | Exception | None = None) -> None:
         try:
             # Around all of it: a run that waits inside this mode would else take it from the next one, or leave it on.
             with torch.inference_mode():
-                forward = run.switch(*found) if error is None else run.throw(error)
+                arguments = () if found is None else (found,)
+                forward = run.throw(found) if isinstance(found, Exception) else run.switch(*arguments)
         finally:
             if run.dead:
                 self._runs.discard(run)

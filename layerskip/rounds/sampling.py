@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -51,9 +51,9 @@ class Sampler:
         a draft position sees the draft tokens before it. Returns (T, V) float32.
         Cost: one device sync with a penalty and drafted tokens, else none.
         """
-        scores = logits.float()
-        if self._seen is not None:
-            scores = self._penalised(scores, self._seen.of(context), [] if drafted is None else drafted.tolist())
+        return self._warped(self._penalised(logits.float(), context, drafted))
+
+    def _warped(self, scores: torch.Tensor) -> torch.Tensor:
         if self._cuts and is_large(scores):
             scores = scores if self.params.temperature == 1.0 else scores / self.params.temperature
             left = [possible_ids(row, self.params) for row in scores]
@@ -65,12 +65,16 @@ class Sampler:
             scores = warper(None, scores)
         return scores
 
-    def _penalised(self, scores: torch.Tensor, seen: Collection[int], drafted: Sequence[int]) -> torch.Tensor:
-        """A copy, as `generate` has it: all rows by the ids seen before, each by what is drafted before it besides."""
-        penalty, scores = self.params.repetition_penalty, scores.clone()
+    def _penalised(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
+        """With a penalty a copy, as `generate` has it: all rows by the ids seen before, each by what is drafted before
+        it besides."""
+        if self._seen is None:
+            return scores
+        penalty, scores, seen = self.params.repetition_penalty, scores.clone(), self._seen.of(context)
         ids = torch.tensor(list(seen), device=scores.device)
         parts = [(scores, ids)] if len(ids) else []
-        new = {token: row for row, token in reversed([*enumerate(drafted, start=1)]) if token not in seen}
+        more = [] if drafted is None else drafted.tolist()
+        new = {token: row for row, token in reversed([*enumerate(more, start=1)]) if token not in seen}
         parts += [(scores[row:], ids.new_tensor([token])) for token, row in new.items()]
         for rows, some in parts:
             own = rows[:, some]
@@ -105,11 +109,12 @@ class Sampler:
         return ids[scores.topk(min(count, len(ids))).indices]
 
     def choose_among(
-        self, logits: torch.Tensor, rows: torch.Tensor | slice, place: int
+        self, logits: torch.Tensor, context: Sequence[int], rows: torch.Tensor | slice, place: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone, where
-        there is no penalty: the same as of all of them, up to rounding, in the time that so few take."""
-        shaped = self.shape(logits[:, rows], ())
+        """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone: the
+        same as of all of them, up to rounding, in the time that so few take."""
+        few = logits[:, rows] if self._seen is None else self._penalised(logits.float(), context, None)[:, rows]
+        shaped = self._warped(few.float())
         noise = None if self.greedy else self._noise.row(place, logits.shape[1], logits.device).at(rows)
         found = choose(shaped, noise)
         return shaped, found if isinstance(rows, slice) else rows[found]

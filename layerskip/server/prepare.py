@@ -22,6 +22,8 @@ from layerskip.server.worker import Event, Job
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default for /v1/completions; a chat answer may fill the context."""
 
+_CHARS_PER_TOKEN = 8
+"""More than text has."""
 _IN_TEMPLATE = {"role", "content", "name", "tool_call_id"}
 """Fields of a message that the chat template gets."""
 
@@ -58,7 +60,12 @@ class Preparer:
         run = asyncio.get_running_loop().run_in_executor
         found = await run(self._executor, self._ids_and_streams, asked)
         events = asyncio.Queue[tuple[int, Event]]()
-        return [self._job(asked, ids, stream, index, events) for index, (ids, stream) in enumerate(found)]
+        jobs = [self._job(asked, ids, stream, index, events) for index, (ids, stream) in enumerate(found)]
+        if self._prefixes is not None and self._remembers(asked):
+            for index, job in enumerate(jobs):
+                first = index - index % (asked.n or 1)
+                job.leader = jobs[first] if index > first else None
+        return jobs
 
     def close(self) -> None:
         """End the thread."""
@@ -89,10 +96,7 @@ class Preparer:
 
     def _stream(self, asked: CompletionRequest | ChatRequest, ids: list[int], number: int) -> GenerationStream:
         """number: of a prompt's answer."""
-        # With a seed an answer has to be the same another day: neither what is drafted nor how a prompt's numbers are
-        # rounded may show what was asked before.
-        exact = self._model.engine.batch_invariant and not self._model.config.lossy_rules
-        remembers = exact or asked.seed is None
+        remembers = self._remembers(asked)
         arguments: dict[str, Any] = {
             "max_new_tokens": self._num_new_tokens(asked, len(ids)),
             "do_sample": asked.do_sample,
@@ -118,9 +122,16 @@ class Preparer:
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 
+    def _remembers(self, asked: GenerationFields) -> bool:
+        """With a seed an answer has to be the same another day: neither what is drafted nor how a prompt's numbers are
+        rounded may show what was asked before."""
+        exact = self._model.engine.batch_invariant and not self._model.config.lossy_rules
+        return exact or asked.seed is None
+
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
+        self._check_length(prompt, "prompt")
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
@@ -134,6 +145,8 @@ class Preparer:
             name = min(reserved)
             message = f"chat_template_kwargs: must be variables of the chat template, {name} is the server's to set"
             raise ApiError(400, message, param="chat_template_kwargs")
+        for turn in asked.messages:
+            self._check_length(turn.content, "messages")
         messages = [one.model_dump(include=_IN_TEMPLATE, exclude_none=True) for one in asked.messages]
         ids = self._templated(messages, variables)
         from_tools = [one for one in messages if one["role"] == "tool"]
@@ -143,6 +156,14 @@ class Preparer:
             message = "messages: the model's chat template leaves out messages of the role 'tool'"
             raise ApiError(400, message, param="messages")
         return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Whether its beginning is too long already: a whole body of text takes a second to tokenise, which all others
+        would wait for. Raises: ApiError 400."""
+        context = self._settings.max_context
+        head = text[: _CHARS_PER_TOKEN * context]
+        if len(head) < len(text) and len(self._tokenizer(head)["input_ids"]) > context:
+            raise _too_long(param, f"more than {context} tokens leave no room for output in {context}")
 
     def _templated(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
         try:

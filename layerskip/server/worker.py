@@ -72,6 +72,15 @@ class Job:
     arrived_s: float = field(default_factory=time.monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    leader: Job | None = None
+    """Another one of the same prompt, which goes on from what that has computed of it."""
+    prompt_is_known: threading.Event = field(default_factory=threading.Event)
+    """Or never will be."""
+
+    @property
+    def may_start(self) -> bool:
+        """Whether nothing is to be waited for."""
+        return self.leader is None or self.leader.prompt_is_known.is_set() or self.leader.cancelled.is_set()
 
     def send(self, event: Event) -> None:
         """From any thread."""
@@ -218,11 +227,12 @@ class DecodeWorker:
             return self.batch.num_running > 0 or not self._stopping
 
     def _start_next(self) -> bool:
-        """False where no job waits."""
+        """False where no job waits that may start."""
         with self._changed:
-            if self._stopping or not self._waiting:
+            job = next((one for one in self._waiting if one.may_start), None)
+            if self._stopping or job is None:
                 return False
-            job = self._waiting.popleft()
+            self._waiting.remove(job)
             self._running.add(job)
             self._metrics.queue_length.set(len(self._waiting))
             self._metrics.running.set(len(self._running))
@@ -258,6 +268,7 @@ class DecodeWorker:
             logger.exception("the model failed on a request")
             failed, end = True, model_failed()
         finally:
+            job.prompt_is_known.set()
             job.decoding.close()
             self._metrics.count_run(job.decoding.stats, job.regime, cancelled=end is None, failed=failed)
         return end
@@ -276,6 +287,7 @@ class DecodeWorker:
             if piece is None:
                 return self._finish(job, cut, num_emitted)
             if num_emitted == 0:
+                job.prompt_is_known.set()
                 self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
             shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
             num_emitted += len(shown.ids)

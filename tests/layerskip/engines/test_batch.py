@@ -167,6 +167,27 @@ def test_a_run_that_nobody_wants_ends_amid_its_prompt_and_the_others_go_on() -> 
     assert stays.output().ids == model.generate(short, max_new_tokens=9).ids
 
 
+def test_the_end_of_a_batch_ends_all_runs_though_one_fails_at_it() -> None:
+    model, batch, ended = zoo.layerskip_of("llama fused"), Batch(), list[int]()
+
+    def decode(number: int) -> None:
+        try:
+            deque(model.stream(PROMPT, max_new_tokens=9, batch=batch), 0)
+        finally:
+            ended.append(number)
+            if number == 1:
+                raise PlantedError
+
+    for number in range(3):
+        batch.start(partial(decode, number))
+    batch.step()
+    with pytest.raises(PlantedError):
+        batch.close()
+    assert sorted(ended) == [0, 1, 2]
+    assert not batch.num_running
+    check_alone(model)
+
+
 def test_a_conversation_goes_on_in_a_batch() -> None:
     model, cache = zoo.layerskip_of("llama fused"), PrefixCache(1 << 24)
     first = model.generate_batch([PROMPT, PROMPT[3:]], max_new_tokens=6, prefix_cache=cache)

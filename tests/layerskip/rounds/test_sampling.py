@@ -469,6 +469,8 @@ def test_bad_parameters_are_named(name: str, value: float, rule: str) -> None:
             for one in ({}, {"top_k": 3}, {"top_k": 0, "top_p": 0.6})
         ),
         SamplingParams(do_sample=True, temperature=1.3, top_k=0, min_p=0.2),
+        SamplingParams(do_sample=True, temperature=0.9, top_k=5, repetition_penalty=1.3),
+        SamplingParams(repetition_penalty=0.8),
     ],
 )
 def test_among_few_ids_the_same_is_chosen_as_where_the_others_are_impossible(params: SamplingParams) -> None:
@@ -479,8 +481,9 @@ def test_among_few_ids_the_same_is_chosen_as_where_the_others_are_impossible(par
         for place in range(100):
             logits = torch.full((1, 40), -torch.inf)
             logits[:, rows] = torch.randn_like(logits[:, rows])
-            shaped, token = sampler.choose_among(logits, rows, place)
-            whole = sampler.shape(logits, ())
+            text = [4, 5, 30, place % 40]
+            shaped, token = sampler.choose_among(logits, text, rows, place)
+            whole = sampler.shape(logits, text)
             assert token.tolist() == sampler.choose(whole, place).tolist()
             torch.testing.assert_close(top_probability(shaped), top_probability(whole))
 

@@ -53,6 +53,7 @@ COMPLETIONS: dict[str, tuple[Any, int, str]] = {
     "many answers": (completion(prompt=["a"] * 20, n=7), 400, "n: prompts times n must be at most 128, got 140"),
     "unknown ids": (completion(prompt=[10**6]), 400, "prompt: token ids must be in 0.."),
     "over-long prompt": (completion(prompt=[1] * 200), 400, "prompt: 200 tokens leave no room for output in 96"),
+    "prompt far too long": (completion(prompt="def " * 400), 400, "prompt: more than 96 tokens leave no room for"),
     "prompt and output too long": (completion(prompt=[1] * 90, max_tokens=20), 400, "must fit in 96"),
     "too many new tokens": (completion(max_tokens=65), 400, "max_tokens: must be at most 64 on this server, got 65"),
     "no new tokens": (completion(max_tokens=0), 400, "max_tokens: input should be greater than or equal to 1"),

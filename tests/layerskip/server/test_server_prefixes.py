@@ -42,6 +42,17 @@ def test_the_next_turn_is_computed_from_where_the_last_one_ended(model: LayerSki
     assert metrics["layerskip_prefix_cache_bytes"] == (24 + 7) * 4 * 2 * 2 * 8 * 4
 
 
+@pytest.mark.parametrize("engine", ["eager", "fused"])
+def test_a_prompt_with_several_answers_is_computed_once(tokenizer: Any, engine: str) -> None:
+    model, prompts = tiny_model(tokenizer, engine=engine), [[*range(5, 25)], [*range(30, 40)]]
+    expected = [model.generate(one, max_new_tokens=8).ids for one in prompts for _ in range(3)]
+    with serving(model, max_batch_size=4 if engine == "fused" else 1) as server:
+        status, _, body = server.complete(prompts, n=3, **FIELDS)
+        assert status == 200, body
+        assert [choice["token_ids"] for choice in body["choices"]] == expected
+        assert server.metrics()["layerskip_cached_prompt_tokens_total"] == 2 * (19 + 9)
+
+
 def test_the_official_client_reads_how_much_was_cached(model: LayerSkipModel) -> None:
     with serving(model) as server, server.client() as client:
         messages: list[Any] = [{"role": "user", "content": "def read(path):"}]
