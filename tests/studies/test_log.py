@@ -68,6 +68,7 @@ SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "s
 SEARCHED += (
     "qwen_coder",
     "qwen_coder/t0.7",
+    "qwen_coder/published",
     "qwen_coder/int8",
     "qwen_coder/int8/t0.7",
     "qwen_coder/int4",
