@@ -1,8 +1,8 @@
 """Of a row of many logits on a CPU the few ids that matter, found without sorting all.
 
 A row is looked at as a whole only where that is a pass over it; whatever is slower is done to the ids that such a pass
-leaves. What `generate` does sorts a whole vocabulary for `top_p`: of 152,000 ids that takes as long as decoding a token
-(`python -m studies.engine.sampling`).
+leaves. What `generate` does sorts a whole vocabulary for `top_p`: with Gemma 3 270M that takes as long as decoding the
+token (`python -m studies.engine.sampling`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _at_least(row: torch.Tensor, highest: torch.Tensor, least: float) -> torch.T
 
 def possible_ids(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """(n,) int64, ascending: those ids of a row (V,), at its temperature already, that `top_k`, `top_p` and `min_p`
-    leave, as `generate` has it; up to rounding where a probability is compared."""
+    leave, as `generate` has it; up to rounding where a probability is compared, and of equally likely ids at the edge
+    of `top_p` the later ones, where it leaves that open."""
     if params.top_k:
         ids = likeliest_ids(row, params.top_k)
         own = row[ids]

@@ -314,7 +314,7 @@ def _contenders(shaped: torch.Tensor, noise: _Row, count: int) -> torch.Tensor:
 _NATS = 8.0
 """That the logits of tokens lie within which are looked at first: of the others few are drawn."""
 _MOST_NOISE = 10.0
-"""Its logarithm: beyond what is drawn of 53 bits."""
+"""Its logarithm, and more: of 53 bits no larger number is drawn."""
 
 
 def _logarithms(uniform: torch.Tensor) -> torch.Tensor:
