@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ def _run(arguments: argparse.Namespace) -> int:
     facts["regime"] = None if config is None or config.sampling is None else config.sampling.name
     facts["lossy"] = None if config is None or config.lossy is None else lossy_label(config.lossy)
     if arguments.json is not None:
-        write_atomically(arguments.json, json.dumps(_record(benchmark, profiles, facts), indent=1) + "\n")
+        record = _in_six_digits(_record(benchmark, profiles, facts))
+        write_atomically(arguments.json, json.dumps(record, separators=(",", ":")) + "\n")
     if arguments.plot is not None:
         from layerskip.benchmark.report import write_plot
 
@@ -163,6 +165,15 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, 
         "machine": benchmark.machine,
         "profile": [asdict(one) for one in profiles],
     }
+
+
+def _in_six_digits(value: Any) -> Any:
+    """Floating-point numbers in it are measured, and no clock has more."""
+    if isinstance(value, Mapping):
+        return {name: _in_six_digits(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_six_digits(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _facts_line(facts: dict[str, Any]) -> str:
