@@ -18,6 +18,7 @@ from search.command_line import demo_folder
 from search.study.spec import StudySpec, load_spec
 
 if TYPE_CHECKING:
+    from layerskip.config.decode_config import DecodeConfig
     from search.measure.subject import Subject
     from search.study.space import SearchSpace
 
@@ -126,7 +127,7 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
         sharp, ranked = (predictor.counts(config, sharp=one, texts=whole) for one in (True, False))
         records.append(
             {
-                "config": config.bare().model_dump(mode="json", exclude_defaults=True),
+                "config": _told(config),
                 "live": live.tolist(),
                 "sharp": sharp.total()[0].tolist(),
                 "ranked": ranked.total()[0].tolist(),
@@ -140,6 +141,12 @@ def audit(subject: Subject, spec: StudySpec, *, num_settings: int, num_prompts: 
             checks[f"{name} in int8" if rounded else name] = asdict(check) if check else {}
     facts = {"checks": checks, "violations": violations, "keys": predictor.keys, "num_parted": num_parted}
     return facts | {"num_prompts": len(cases), "seed": seed, "settings": records}
+
+
+def _told(config: DecodeConfig) -> dict[str, Any]:
+    """What it sets, as a config reads it."""
+    told: dict[str, Any] = config.bare().model_dump(mode="json", exclude_defaults=True)
+    return told if config.lookup is None else told | {"lookup": told["lookup"] | {"method": config.lookup.method}}
 
 
 def random_setting(space: SearchSpace, rng: np.random.Generator) -> dict[str, Any]:
