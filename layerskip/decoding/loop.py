@@ -170,7 +170,8 @@ class DecodeLoop:
         clock = StepClock(self._engine)
         if run.verdict is None:
             run.verdict = self._prefill(run)
-            self._keep(run)  # for those that begin like it and come before its end
+            if self._engine.cache.keeps_rows:  # for those that begin like it and come before its end
+                self._keep(run)
             run.stats.prefill_s = clock.lap()
             return run.take([run.verdict.next_token], [TARGET_ONLY])
         settled = self._round(run, run.verdict)

@@ -26,6 +26,12 @@ def is_large(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE
 
 
+def check_possible(ids: torch.Tensor) -> None:
+    """Raises: ValueError where there are none, because logits are no numbers."""
+    if not len(ids):
+        raise ValueError("logits: no token is possible, they are NaN: look at the model's weights and number format")
+
+
 def only(row: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """A row (V,) in which these ids (n,) alone are possible."""
     return torch.full_like(row, -math.inf).index_copy_(0, ids, row[ids])
@@ -74,6 +80,7 @@ def possible_ids(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     of `top_p` the later ones, where it leaves that open."""
     if params.top_k:
         ids = likeliest_ids(row, params.top_k)
+        check_possible(ids)
         own = row[ids]
         ids = ids[own >= own.topk(min(params.top_k, len(own))).values[-1]]
     else:
@@ -90,6 +97,7 @@ def _nucleus(row: torch.Tensor, top_p: float) -> torch.Tensor:
     total = row.logsumexp(dim=0)
     for count in (*_TRIED, len(row)):
         ids = likeliest_ids(row, count)
+        check_possible(ids)
         kept = _first_of(row[ids], top_p, total)
         if len(kept) < len(ids):
             break

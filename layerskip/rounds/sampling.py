@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from layerskip.config.sampling_params import SamplingParams as SamplingParams
-from layerskip.rounds.likely_ids import ids_at_least, is_large, likeliest_ids, only, possible_ids
+from layerskip.rounds.likely_ids import check_possible, ids_at_least, is_large, likeliest_ids, only, possible_ids
 
 
 class Sampler:
@@ -304,6 +304,7 @@ def _contenders(shaped: torch.Tensor, noise: _Row, count: int) -> torch.Tensor:
     are likely, and those whose noise is so small that they come before them all the same."""
     least = float(shaped.max()) - _NATS
     ids = ids_at_least(shaped, least)
+    check_possible(ids)
     scores = shaped[ids] - noise.at(ids)[0].log()
     last = float(scores.topk(count).values[-1]) if count <= len(ids) else -math.inf
     lucky = noise.below(least - last)

@@ -61,7 +61,8 @@ class Preparer:
         found = await run(self._executor, self._ids_and_streams, asked)
         events = asyncio.Queue[tuple[int, Event]]()
         jobs = [self._job(asked, ids, stream, index, events) for index, (ids, stream) in enumerate(found)]
-        if self._prefixes is not None and self._remembers(asked):
+        shares = self._prefixes is not None and not self._model.adapter.recurrent_layers
+        if shares and self._remembers(asked):
             for index, job in enumerate(jobs):
                 first = index - index % (asked.n or 1)
                 job.leader = jobs[first] if index > first else None

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from layerskip import DecodeConfig, SkipMask
 from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.config.sampling_regime import Sampling
-from search.measure.decoder import ModelDecoder, load_model
+from search.measure.decoder import ModelDecoder
 from search.study.draft_ids import by_size, likeliest_sets
-from search.study.prompts import EncodedPrompt, encode_prompts, load_prompts
+from search.study.prompts import EncodedPrompt
 from search.study.space import vocabs_of
-from search.study.spec import load_spec
-from studies.engine.siblings import timed
+from studies.engine.siblings import open_study, timed
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.draft_vocab"
@@ -97,14 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, gamma=1, texts=1, prompts=1, repeats=1)
     check_out(arguments.out)
-    spec, _ = load_spec({}, str(arguments.study), demo=arguments.study)
-    if spec.num_threads is not None:
-        torch.set_num_threads(spec.num_threads)
-    model = load_model(spec)
+    spec, model, tuning, held_out = open_study(arguments.study)
     sizes = vocabs_of(model.vocab_size)[1:]
-    tuning, held_out = (
-        encode_prompts(one, model, room=spec.max_new_tokens) for one in load_prompts(spec.prompts, spec.held_out)
-    )
     record = facts(arguments.command) | {"dtype": spec.dtype, "num_threads": spec.num_threads, "rows": []}
     record |= {"bits": arguments.bits, "gamma": arguments.gamma}
     whole = DecodeConfig(skip_mask=SkipMask.none(model.num_layers).rounded(arguments.bits), gamma=arguments.gamma)

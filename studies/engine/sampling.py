@@ -25,10 +25,8 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.rounds import likely_ids
 from layerskip.rounds.sampling import seeded_sampler
-from search.measure.decoder import Decoded, ModelDecoder, load_model
-from search.study.prompts import encode_prompts, load_prompts
-from search.study.spec import load_spec
-from studies.engine.siblings import timed
+from search.measure.decoder import Decoded, ModelDecoder
+from studies.engine.siblings import open_study, timed
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.sampling"
@@ -114,13 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_least(arguments, gamma=1, prompts=1, repeats=1)
     check_out(arguments.out)
-    spec, _ = load_spec({}, str(arguments.study), demo=arguments.study)
-    if spec.num_threads is not None:
-        torch.set_num_threads(spec.num_threads)
-    model = load_model(spec)
-    tuning, held_out = (
-        encode_prompts(one, model, room=spec.max_new_tokens) for one in load_prompts(spec.prompts, spec.held_out)
-    )
+    spec, model, tuning, held_out = open_study(arguments.study)
     record = facts(arguments.command) | {"dtype": spec.dtype, "num_threads": spec.num_threads}
     record |= {"vocab_size": model.vocab_size, "bits": arguments.bits, "gamma": arguments.gamma}
     record |= {"tokens": [], "rows": []}

@@ -22,10 +22,12 @@ from layerskip.config.decode_config import MAX_SIBLINGS
 from layerskip.drafters.draft_weights import describe_weights
 from layerskip.prompts import encode_prompt, read_prompts
 from layerskip.rounds.sampling import SamplingParams
-from search.measure.decoder import ModelDecoder
+from search.measure.decoder import ModelDecoder, load_model
 from search.predict.costs import CostModel
 from search.predict.replay import Counts, Settings, TextRows, replay
+from search.study.prompts import EncodedPrompt, encode_prompts, load_prompts
 from search.study.space import SIBLING_THRESHOLDS
+from search.study.spec import StudySpec, load_spec
 from studies.proving.costs import COSTS
 from studies.results import ENGINE, STUDIES, facts, finish, markdown_table, run_study, say
 
@@ -136,6 +138,16 @@ def timed_configs(model: LayerSkipModel, weights: Path | None) -> dict[str, Deco
         found[own.drafter] = DecodeConfig(drafter=own.drafter, skip_mask=none, gamma=TIMED_GAMMA, draft_weights=own)
         model.check_config(found[own.drafter])
     return found
+
+
+def open_study(folder: Path) -> tuple[StudySpec, LayerSkipModel, list[EncodedPrompt], list[EncodedPrompt]]:
+    """A study's settings, its model on as many threads as they say, its tuning and its held-out prompts."""
+    spec, _ = load_spec({}, str(folder), demo=folder)
+    model = load_model(spec)
+    tuning, held_out = (
+        encode_prompts(one, model, room=spec.max_new_tokens) for one in load_prompts(spec.prompts, spec.held_out)
+    )
+    return spec, model, tuning, held_out
 
 
 def timed(ways: Sequence[tuple[ModelDecoder, DecodeConfig]], prompts: Sequence[Sequence[int]], repeats: int) -> Any:

@@ -156,14 +156,13 @@ def test_a_conversation_goes_on_from_whole_texts_alone(name: str) -> None:
     first = model.generate(prompt, max_new_tokens=6, prefix_cache=cache)
     other = [*prompt, first.ids[0], 60 - first.ids[1], 3, 4]
     out = model.generate(other, max_new_tokens=6, prefix_cache=cache)
-    # The prompt is a whole text, too; what follows differs, so the rest of it is of no use.
-    assert (out.stats.num_cached, out.ids) == (len(prompt), model.generate(other, max_new_tokens=6).ids)
+    assert (out.stats.num_cached, out.ids) == (0, model.generate(other, max_new_tokens=6).ids)
     whole = [*prompt, *first.ids, 9]
     for drafter in ("interior", "none"):
         config = DecodeConfig(skip_mask=zoo.masks_of("qwen3_5")[drafter], gamma=3)
         out = model.generate(whole, max_new_tokens=6, prefix_cache=cache, config=config)
         assert (out.stats.num_cached, out.ids) == (13, model.generate(whole, max_new_tokens=6).ids)
-    few = PrefixCache(cache.num_bytes // 32)  # the states alone are larger
+    few = PrefixCache(cache.num_bytes // 8)  # the states alone are larger
     for _ in range(2):
         assert model.generate(whole, max_new_tokens=6, prefix_cache=few).stats.num_cached == 0
     assert few.num_bytes == 0

@@ -391,6 +391,15 @@ def test_of_a_large_vocabulary_an_id_far_behind_is_drawn_as_often_as_it_should_b
     assert 0.2 < exact < 0.35  # so most are ids far behind
 
 
+@pytest.mark.parametrize("params", CUTS, ids=lambda one: f"t{one.temperature}_k{one.top_k}_p{one.top_p}_m{one.min_p}")
+def test_logits_that_are_no_numbers_are_named(params: SamplingParams) -> None:
+    sampler = seeded_sampler(params, 0, torch.device("cpu"))
+    sampler.begin(0)
+    row = torch.full((1, LARGE), math.nan)
+    with pytest.raises(ValueError, match=r"^logits: no token is possible, they are NaN"):
+        sampler.choose(sampler.shape(row, [1]), 0)
+
+
 def test_greedy_siblings_of_a_large_vocabulary_are_the_next_best() -> None:
     rows, sampler = large_rows(0)[:3], Sampler(SamplingParams())
     rows += torch.rand_like(rows) / 100  # of equal ones either may come first
