@@ -16,6 +16,7 @@ from layerskip.command_line.command_model import add_model_arguments, load_model
 from layerskip.config.decode_config import DecodeConfig, number_format, write_atomically
 from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.config.sampling_params import SamplingParams
+from layerskip.config.strict_json import in_six_digits
 from layerskip.config.usual_lookups import NUM_TOKENS
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     facts["regime"] = None if config is None or config.sampling is None else config.sampling.name
     facts["lossy"] = None if config is None or config.lossy is None else lossy_label(config.lossy)
     if arguments.json is not None:
-        record = _in_six_digits(_record(benchmark, profiles, facts))
+        record = in_six_digits(_record(benchmark, profiles, facts))
         write_atomically(arguments.json, json.dumps(record, separators=(",", ":")) + "\n")
     if arguments.plot is not None:
         from layerskip.benchmark.report import write_plot
@@ -165,15 +166,6 @@ def _record(benchmark: Benchmark, profiles: list[StepProfile], facts: dict[str, 
         "machine": benchmark.machine,
         "profile": [asdict(one) for one in profiles],
     }
-
-
-def _in_six_digits(value: Any) -> Any:
-    """Floating-point numbers in it are measured, and no clock has more."""
-    if isinstance(value, Mapping):
-        return {name: _in_six_digits(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_in_six_digits(one) for one in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _facts_line(facts: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _MAX_DIGITS = 400
@@ -29,6 +30,15 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError("not valid JSON: nested too deeply") from None
+
+
+def in_six_digits(value: Any) -> Any:
+    """The same JSON value with floating-point numbers of six digits: they are measured, and no clock has more."""
+    if isinstance(value, Mapping):
+        return {name: in_six_digits(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_six_digits(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def printable(name: object) -> str:

@@ -7,7 +7,6 @@ import json
 import random
 import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +29,18 @@ _DOCUMENTED = 32
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo"}
 _WORDS = (40, 110)
 _LINES = (5, 14)
+_LONGER = (12, 24)
+_CHANGES = (
+    "Add type hints to all parameters of this function.",
+    "Add a docstring to this function that documents every parameter.",
+    "Rename `{name}` to `new_{name}` everywhere in this function.",
+    "Let this function log its arguments by `logging.debug` before it does anything else.",
+    "Make all parameters of this function keyword-only.",
+    "Let this function raise a ValueError with a clear message where `{name}` is None.",
+)
+"""What is asked of one function after the other, `name` being its first parameter."""
+_NUM_CHANGED = (15, 16)
+"""So many of them tune, and are held out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +54,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write prompts to train draft weights on instead: of the last two kinds, about the library's packages, "
         "from none of which a prompt that tunes or judges is taken",
     )
-    arguments = parser.parse_args(argv)
-    return run_command(
-        PROG, lambda: _write_training(arguments.training) if arguments.training else _write(arguments.out)
+    parser.add_argument(
+        "--changes", action="store_true", help="ask for changes to functions of 12 to 24 lines alone, the whole of each"
     )
+    arguments = parser.parse_args(argv)
+    if arguments.training:
+        return run_command(PROG, lambda: _write_training(arguments.training))
+    return run_command(PROG, lambda: (_write_changes if arguments.changes else _write)(arguments.out))
+
+
+def _write_changes(out: Path) -> int:
+    rows = []
+    found = [node for node in _functions(_modules("*.py"), _LONGER) if node.args.args]
+    for i, node in enumerate(found):
+        change = _CHANGES[i % len(_CHANGES)].format(name=node.args.args[0].arg)
+        text = f"{change} Answer with the whole function.\n\n```python\n{ast.unparse(node)}\n```"
+        rows.append(_row("change", i, text))
+    random.Random(_SEED).shuffle(rows)
+    tuning, held_out = _NUM_CHANGED
+    _save(out / "tuning.jsonl", rows[:tuning])
+    _save(out / "held_out.jsonl", rows[tuning : tuning + held_out])
+    return 0
 
 
 def _write(out: Path) -> int:
@@ -83,18 +111,23 @@ def _save(file: Path, rows: Sequence[dict[str, object]]) -> None:
 
 def _of_modules(pattern: str) -> dict[str, list[str]]:
     """Prompts by kind about modules of the standard library."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(library.glob(pattern)) if not _LEFT_OUT & set(file.relative_to(library).parts)]
-    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    modules = _modules(pattern)
+    functions = dict.fromkeys(ast.unparse(node) for node in _functions(modules, _LINES))
     return {
         "summarise": [
             f"Summarise the following text in two sentences.\n\n{text}" for text in dict.fromkeys(_paragraphs(modules))
         ],
         "edit": [
             f"Rewrite this Python code with a comment above every statement.\n\n```python\n{text}\n```"
-            for text in dict.fromkeys(_functions(modules))
+            for text in functions
         ],
     }
+
+
+def _modules(pattern: str) -> list[ast.Module]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(library.glob(pattern)) if not _LEFT_OUT & set(file.relative_to(library).parts)]
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in files]
 
 
 def _paragraphs(modules: Sequence[ast.Module]) -> Iterator[str]:
@@ -110,14 +143,13 @@ def _paragraphs(modules: Sequence[ast.Module]) -> Iterator[str]:
                     break
 
 
-def _functions(modules: Sequence[ast.Module]) -> Iterator[str]:
-    """One short function of each module."""
+def _functions(modules: Sequence[ast.Module], lines: tuple[int, int]) -> Iterator[ast.FunctionDef]:
+    """The first function of each module of a length between `lines` without documentation."""
     for module in modules:
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is None:
-                text = ast.unparse(node)
-                if _LINES[0] <= len(text.splitlines()) <= _LINES[1]:
-                    yield textwrap.dedent(text)
+                if lines[0] <= len(ast.unparse(node).splitlines()) <= lines[1]:
+                    yield node
                     break
 
 
