@@ -50,8 +50,8 @@ class Step(Protocol):
         ...
 
     @property
-    def drafts_on(self) -> Engine | None:
-        """The engine of a draft model, which is to be in a session too."""
+    def drafts_on(self) -> DraftModel | None:
+        """A draft model, which is to be in a session too."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class _HostStep:
     verifies: bool
 
     @property
-    def drafts_on(self) -> Engine | None:
+    def drafts_on(self) -> DraftModel | None:
         return None
 
     def prepare(self, length: int) -> None:
@@ -184,8 +184,8 @@ class _WeightsStep:
         return 0 if self._verification is None else self._verification.num_verified
 
     @property
-    def drafts_on(self) -> Engine | None:
-        return self._model.engine if isinstance(self._model, DraftModel) else None
+    def drafts_on(self) -> DraftModel | None:
+        return self._model if isinstance(self._model, DraftModel) else None
 
     @property
     def room(self) -> int:
@@ -261,7 +261,7 @@ class _DeviceStep:
         return self.round.gamma
 
     @property
-    def drafts_on(self) -> Engine | None:
+    def drafts_on(self) -> DraftModel | None:
         return None
 
     def prepare(self, length: int) -> None:

@@ -20,9 +20,12 @@ from layerskip.rounds.sampling import Sampler
 _USUAL_CATCH_UP = (1, 2)
 """Tokens that it has not seen when a round begins: the target's own, and before it a draft's last where all were
 right."""
+OWN_FOR_ONE = 3
+"""Tokens of a draft model with another tokenizer that there is room for to one of the target's; a text that takes more
+is not drafted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DraftModel:
     """A model that drafts for another one."""
 
@@ -40,6 +43,13 @@ class DraftModel:
     """Of the weights."""
     translation: Translation | None = None
     """Where its tokenizer is another one; its ids and vocabulary are then its own."""
+
+    def session(self, capacity: int) -> AbstractContextManager[None]:
+        """Of its engine, for a text of up to `capacity` of the target's tokens."""
+        if self.translation is None:
+            return self.engine.session(capacity)
+        own = OWN_FOR_ONE * capacity
+        return self.engine.session(own if self.max_positions is None else max(1, min(own, self.max_positions)))
 
     def room_after(self, length: int, wanted: int) -> int:
         """How many of the wanted tokens it may draft after a text of this length."""
@@ -77,7 +87,7 @@ class DraftModelDrafter(ChainDrafter[WeightsSettings]):
         self._model = model
 
     def session(self, capacity: int) -> AbstractContextManager[None]:
-        return self._model.engine.session(capacity)
+        return self._model.session(capacity)
 
     def prepare(self, starts: Starts) -> None:
         if starts.rounds:

@@ -11,13 +11,11 @@ import torch
 from layerskip.config.skip_mask import SkipMask
 from layerskip.drafters.base import Draft
 from layerskip.drafters.chain import ChainDrafter, WeightsSettings
-from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.draft_model import OWN_FOR_ONE, DraftModel
 from layerskip.drafters.translation import REPLACEMENT, OwnContext, Translation
 from layerskip.rounds.preparation import ForwardPlan, Starts
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
-_OWN_FOR_ONE = 3
-"""Tokens of the draft model that there is room for to one of the target's; a text that takes more is not drafted."""
 _USUAL_CATCH_UP = (1, 2)
 
 
@@ -37,15 +35,13 @@ class OtherTokenizerDrafter(ChainDrafter[WeightsSettings]):
 
     def session(self, capacity: int) -> AbstractContextManager[None]:
         """See `Drafter`."""
-        most = self._model.max_positions
-        own = _OWN_FOR_ONE * capacity
-        return self._model.engine.session(own if most is None else max(1, min(own, most)))
+        return self._model.session(capacity)
 
     def prepare(self, starts: Starts) -> None:
         if rounds := starts.rounds:
             engine, mask = self._model.engine, SkipMask.none(self._model.num_layers)
             # A text may be shorter in its tokens, too.
-            own = range(rounds.start // _OWN_FOR_ONE, min(_OWN_FOR_ONE * rounds.stop, engine.cache.capacity))
+            own = range(rounds.start // OWN_FOR_ONE, min(OWN_FOR_ONE * rounds.stop, engine.cache.capacity))
             engine.prepare([ForwardPlan(mask, count, own) for count in _USUAL_CATCH_UP])
 
     def begin(self) -> OtherTokenizerSession:
@@ -82,7 +78,7 @@ class OtherTokenizerSession:
         checked = (len(own.before) + 1) // 2
         if ends[len(ends) - checked :] != own.before[len(own.before) - checked :]:
             return None
-        found = self._draft(text, ends, limit, min(room, _OWN_FOR_ONE * self._drafter.gamma))
+        found = self._draft(text, ends, limit, min(room, OWN_FOR_ONE * self._drafter.gamma))
         return Draft(torch.tensor(found)) if found else None
 
     def rehearse(self, context: Sequence[int], count: int) -> None:
@@ -141,7 +137,8 @@ class OtherTokenizerSession:
     def _catch_up(self) -> None:
         """Keep what the cache holds of this text; all but the last token of it at most."""
         ids, cached = self._context.ids, self._cached
-        same, most = min(self._num_same, len(ids) - 1), min(len(cached), len(ids) - 1)
+        most = min(len(cached), len(ids) - 1)
+        same = min(self._num_same, most)
         while same < most and cached[same] == ids[same]:
             same += 1
         del cached[same:]

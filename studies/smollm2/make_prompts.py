@@ -8,6 +8,7 @@ import random
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from layerskip.command_line.cli import OneLineParser, run_command
@@ -146,11 +147,9 @@ def _paragraphs(modules: Sequence[ast.Module]) -> Iterator[str]:
 def _functions(modules: Sequence[ast.Module], lines: tuple[int, int]) -> Iterator[ast.FunctionDef]:
     """The first function of each module of a length between `lines` without documentation."""
     for module in modules:
-        for node in module.body:
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is None:
-                if lines[0] <= len(ast.unparse(node).splitlines()) <= lines[1]:
-                    yield node
-                    break
+        plain = (one for one in module.body if isinstance(one, ast.FunctionDef) and ast.get_docstring(one) is None)
+        fitting = (one for one in plain if lines[0] <= len(ast.unparse(one).splitlines()) <= lines[1])
+        yield from islice(fitting, 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 import layerskip.decoding.loop
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask, generate
+from layerskip.analysis.step_times import StepTimer
 from layerskip.config.decode_config import DraftWeights
 from layerskip.config.lookup_settings import PromptLookup
 from layerskip.drafters.chain import Step, WeightsSettings
@@ -361,6 +362,15 @@ def test_what_is_timed_is_drafted_wherever_the_text_ends(monkeypatch: pytest.Mon
     assert len(forwards) == round(4 * session.own_for_one)
     assert forwards[0] <= 3
     assert set(forwards[1:]) == {1}
+
+
+def test_drafts_are_timed_in_a_text_that_takes_more_of_its_own_tokens() -> None:
+    model = target_of("byte_level")
+    own = len(tokenizer_of("byte_fallback")(TEXT)["input_ids"])
+    ids = model.encode(TEXT)
+    assert own > len(ids) + 16
+    (seconds,) = StepTimer(model, 8).draft_s(ids, [weights_of("byte_fallback")], gamma=4, threshold=False)
+    assert seconds > 0.0
 
 
 go_on = DraftModel.forward
