@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layerskip.drafters import TextStore
     from layerskip.interop.generate import CustomGenerate, custom_generate
     from layerskip.model import GenerateOutput, LayerSkipModel, StreamPiece
+    from layerskip.rounds.grammar import Grammar
 
 __all__ = [
     "Confirmed",
@@ -21,6 +22,7 @@ __all__ = [
     "DecodeConfig",
     "DecodeStats",
     "GenerateOutput",
+    "Grammar",
     "GroupSetting",
     "LayerSkipModel",
     "PrefixCache",
@@ -44,6 +46,10 @@ def __getattr__(name: str) -> Any:
         from layerskip import model
 
         return getattr(model, name)
+    if name == "Grammar":
+        from layerskip.rounds.grammar import Grammar
+
+        return Grammar
     if name == "PrefixCache":
         from layerskip.decoding.prefix_cache import PrefixCache
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.analysis.repetition import NGRAM
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from layerskip.config.decode_config import DecodeConfig
     from layerskip.decoding.text_stream import TextStream
     from layerskip.model import GenerateOutput, LayerSkipModel
+    from layerskip.rounds.grammar import Grammar
 
 PROG = "layerskip.generate"
 # Style beside colour, so that nothing is told by colour alone; all of them read on dark and on light backgrounds.
@@ -57,6 +59,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--repetition-penalty", type=float)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="the output is JSON that keeps to the schema in this file"
+    )
     parser.add_argument("--show-drafts", action="store_true", help="mark where every token came from")
     parser.add_argument("--compare", action="store_true", help="run plain decoding beside it; print both speeds")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs for --compare")
@@ -118,7 +123,17 @@ def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig) -
         "stop_strings": arguments.stop,
         "seed": arguments.seed,
         "continues_text": arguments.chat is None,
+        "grammar": None if arguments.json_schema is None else _schema(arguments.json_schema),
     }
+
+
+def _schema(file: Path) -> Grammar:
+    from layerskip.rounds.grammar import Grammar
+
+    try:
+        return Grammar.json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--json-schema: {file}: {error}") from None
 
 
 def _sampling(model: LayerSkipModel, generation: dict[str, Any]) -> Sampling:

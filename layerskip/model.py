@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
 from layerskip.huggingface.rounding import RoundingSpread, is_reduced, measure_rounding
+from layerskip.rounds.grammar import Grammar, GrammarTokens
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class GenerateOutput:
     ids: list[int]
     """Emitted tokens, prompt excluded."""
     text: str
-    """Their text without special tokens; empty without a tokenizer."""
+    """Their text, without special tokens unless these were asked for; empty without a tokenizer."""
     origins: list[str]
     """Per token: accepted, looked-up, recovered, bonus or target-only."""
     finish_reason: str | None
@@ -112,6 +113,10 @@ class GenerateArguments:
     continues_text: bool | None = None
     """Whether the emitted text is the rest of the prompt's, rather than what its ids say by themselves: some tokenizers
     drop the blank that a text begins with. None: where the prompt is given as text."""
+    grammar: Grammar | None = None
+    """What the output has to look like: `Grammar.json(schema)`, say."""
+    skip_special_tokens: bool = True
+    """Whether the emitted text leaves them out."""
     prefix_cache: PrefixCache | None = None
     """Earlier texts of this model; what the prompt begins with and one of them too is not computed again."""
     batch: Batch | None = None
@@ -125,6 +130,10 @@ class GenerateArguments:
             raise ValueError(f"config: must be a DecodeConfig (DecodeConfig.load reads a file), got {self.config!r}")
         if self.seed is not None and not isinstance(self.seed, Integral):
             raise ValueError(f"seed: must be a whole number, got {self.seed!r}")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(
+                f"grammar: must be a Grammar (Grammar.json makes one of a schema), got {self.grammar!r:.80}"
+            )
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
 
@@ -568,6 +577,7 @@ class LayerSkipModel:
             self.tokenizer,
             sampled=not sampler.greedy,
             continues_text=isinstance(prompt, str) if given.continues_text is None else given.continues_text,
+            skip_special_tokens=given.skip_special_tokens,
         )
 
     def sampler(self, **arguments: Any) -> Sampler:
@@ -575,7 +585,12 @@ class LayerSkipModel:
         return self._sampler(GenerateArguments(**arguments))
 
     def _sampler(self, given: GenerateArguments) -> Sampler:
-        return Sampler(self._sampling(given), self._generator(given))
+        grammar = None if given.grammar is None else self._grammar_tokens.state(given.grammar)
+        return Sampler(self._sampling(given), self._generator(given), grammar)
+
+    @cached_property
+    def _grammar_tokens(self) -> GrammarTokens:
+        return GrammarTokens(self.tokenizer, self.vocab_size, sorted(self.eos_token_ids))
 
     def _request(self, prompt: Prompt, given: GenerateArguments) -> DecodeRequest:
         max_new_tokens = self._default(given.max_new_tokens, "max_new_tokens") or _MAX_NEW_TOKENS
@@ -664,7 +679,14 @@ class GenerationStream:
     """Iterator over the pieces of one run; holds the cache until it ends or is closed."""
 
     def __init__(
-        self, loop: DecodeLoop, request: DecodeRequest, tokenizer: Any, *, sampled: bool, continues_text: bool
+        self,
+        loop: DecodeLoop,
+        request: DecodeRequest,
+        tokenizer: Any,
+        *,
+        sampled: bool,
+        continues_text: bool,
+        skip_special_tokens: bool,
     ) -> None:
         self.stats = DecodeStats()
         self.config = loop.config
@@ -673,6 +695,7 @@ class GenerationStream:
         self._tokenizer = tokenizer
         self._run = loop.begin(request, self.stats)
         self._before = request.prompt_ids if continues_text else ()
+        self._skip_special_tokens = skip_special_tokens
         text = self.new_text() if tokenizer is not None else None
         self._pieces = _pieces(loop.complete(self._run), text)
 
@@ -693,7 +716,7 @@ class GenerationStream:
 
     def new_text(self) -> TextStream:
         """What makes text of its ids, before the first. Needs a tokenizer."""
-        return TextStream(self._tokenizer, self._before)
+        return TextStream(self._tokenizer, self._before, skip_special_tokens=self._skip_special_tokens)
 
     def output(self) -> GenerateOutput:
         """Everything emitted so far."""

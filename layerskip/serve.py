@@ -8,8 +8,9 @@ import importlib
 import logging
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerskip.command_line.api_key import KEY_VARIABLE, read_api_key
 from layerskip.command_line.cli import CommandError, OneLineParser, run_command
@@ -95,6 +96,13 @@ def build_parser() -> OneLineParser:
         help="most memory for keys and values of earlier requests, so that of a prompt which begins like one of them, "
         "as every turn of a chat does, only the rest is computed; 0 = none",
     )
+    parser.add_argument(
+        "--response-template",
+        type=Path,
+        metavar="FILE",
+        help="JSON of a response template of Transformers: how the model writes calls of tools, where neither its "
+        "tokenizer nor Transformers says so",
+    )
     parser.add_argument("--no-access-log", action="store_true", help="no line per request (it never shows prompts)")
     return parser
 
@@ -109,13 +117,17 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_extra()
     _check_numbers(arguments)
     api_key = read_api_key(arguments.api_key_file, arguments.host)
-    config = load_config(arguments)
+    config, template = load_config(arguments), None
+    if arguments.response_template is not None:
+        from layerskip.huggingface.messages import read_template
+
+        template = read_template(arguments.response_template)
     from layerskip.server.transport.running import GracefulServer, bind
 
     # Before the model is loaded, which may take minutes.
     with bind(arguments.host, arguments.port) as bound:
         model = load_model(arguments, config)
-        settings = _settings(arguments, model, api_key)
+        settings = _settings(arguments, model, api_key, template)
         from layerskip.server.app import create_app
 
         app = create_app(model, settings)
@@ -168,7 +180,9 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: must be in {lowest}..{highest}, got {value}")
 
 
-def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str | None) -> ServerSettings:
+def _settings(
+    arguments: argparse.Namespace, model: LayerSkipModel, api_key: str | None, template: Mapping[str, Any] | None
+) -> ServerSettings:
     positions = model.max_positions
     context = arguments.max_context or min(positions or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     if positions is not None and context > positions:
@@ -187,6 +201,7 @@ def _settings(arguments: argparse.Namespace, model: LayerSkipModel, api_key: str
         access_log=not arguments.no_access_log,
         store_tokens=arguments.store_tokens,
         prefix_cache_bytes=arguments.prefix_cache << 20,
+        response_template=template,
     )
 
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-INSTALLED = ("dependencies", "test", "serve", "postgres", "grpc", "large", "quantized")
+INSTALLED = ("dependencies", "test", "serve", "postgres", "grpc", "large", "quantized", "structured")
 """What `.[test]` comes to."""
 
 

@@ -16,6 +16,7 @@ from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
+from layerskip.drafters.forced import MOST_FORCED, ForcedDrafter
 from layerskip.engines import Engine
 from layerskip.engines.tree import DraftTree
 from layerskip.rounds.device_round import DeviceRound
@@ -79,6 +80,10 @@ class DecodeLoop:
         self._config = config
         self._sampler = sampler
         self._drafter: Drafter | None = make_drafter(config, engine, sampler, store)
+        if sampler.grammar is not None:
+            # A recorded verification has as many tokens as the config says.
+            most = config.max_gamma if engine.name == "cuda_graph" else MOST_FORCED
+            self._drafter = ForcedDrafter(sampler.grammar, self._drafter, most)
         self._gamma = 0 if self._drafter is None else self._drafter.gamma
         self._with_prob = self._drafter is not None and self._drafter.needs_target_prob
         self._device_target = self._on_device(0)
@@ -149,12 +154,12 @@ class DecodeLoop:
         In a session, whose cache is still empty. Cost: nothing where the engine does neither, or has done it for an
         earlier run of such a length; else up to a tenth of a second for each recording.
         """
-        config = self._config
-        starts = Starts.of(config, len(run.request.prompt_ids), run.request.max_new_tokens)
+        config, request, with_grammar = self._config, run.request, self._sampler.grammar is not None
+        starts = Starts.of(config, len(request.prompt_ids), request.max_new_tokens, with_grammar=with_grammar)
         if self._drafter is not None:  # first: what it says of hidden states is part of what is recorded
             self._drafter.prepare(starts)
         if self._device_target is None:
-            self._engine.prepare(plan_forwards(config, starts))
+            self._engine.prepare(plan_forwards(config, starts, with_grammar=with_grammar))
         if self._device_target is not None:
             self._device_target.prepare(starts.alone)
         if self._device_verify is not None:

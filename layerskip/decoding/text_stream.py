@@ -16,10 +16,10 @@ class TextStream:
     start of a text (leading spaces) still give the right piece. Cost: three decodes of a short window per `push`.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         """before: ids of the text that is gone on from, of which the last ones are looked at: some tokenizers drop the
         blank that a text begins with."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         self._ids = list(before[-_LOOKED_AT:])
         self._window_start = 0
         self._shown = len(self._ids)
@@ -44,5 +44,7 @@ class TextStream:
         return after[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
+        )
         return text

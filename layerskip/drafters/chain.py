@@ -107,10 +107,10 @@ class ChainDrafter(Generic[SettingsT]):
         """One token after the other, up to `count`.
 
         next_logits: (1, V) after the token just drafted, or after the context for None. Cost: one device sync a token
-        with a threshold or a penalty, else none.
+        with a threshold, a penalty or a grammar, else none.
         """
         sampler, own = self._sampler, self._settings
-        needs_ids = sampler.params.repetition_penalty != 1.0
+        needs_ids = sampler.reads_text
         rows = None if own.siblings else self.rows
         seen, last = list(context) if needs_ids else [], None
         for place in range(len(context), len(context) + count):

@@ -32,21 +32,23 @@ class Starts:
     """The target's own steps, the prompt's forward apart."""
 
     @classmethod
-    def of(cls, config: DecodeConfig, num_prompt_tokens: int, max_new_tokens: int) -> Starts:
+    def of(
+        cls, config: DecodeConfig, num_prompt_tokens: int, max_new_tokens: int, *, with_grammar: bool = False
+    ) -> Starts:
         """Of a text with a prompt of this length that may get so many new tokens."""
         # The prompt's forward gives the first token. The last one, where it is left to a step of its own, is always
         # the target's alone.
         steps = range(num_prompt_tokens, num_prompt_tokens + max_new_tokens - 1)
-        always_alone = not config.drafts_by_mask or config.target_threshold > 0.0
+        always_alone = not config.drafts_by_mask or config.target_threshold > 0.0 or with_grammar
         return cls(rounds=steps[:-1] if config.gamma else steps[:0], alone=steps if always_alone else steps[-1:])
 
 
-def plan_forwards(config: DecodeConfig, starts: Starts) -> list[ForwardPlan]:
-    """The forwards of decoding step by step under this config."""
+def plan_forwards(config: DecodeConfig, starts: Starts, *, with_grammar: bool = False) -> list[ForwardPlan]:
+    """The forwards of decoding step by step under this config. with_grammar: a draft ends where that says."""
     plans = [ForwardPlan(None, 1, starts.alone)]
     if config.drafts_by_mask:
         plans.append(ForwardPlan(config.skip_mask, 1, starts.rounds))
-    may_stop = config.lookup is not None or config.draft_threshold > 0.0
+    may_stop = config.lookup is not None or config.draft_threshold > 0.0 or with_grammar
     verified = verifications(starts.rounds, config.max_gamma, may_stop=may_stop)
     plans += [ForwardPlan(None, num_drafts + 1, where) for num_drafts, where in verified.items()]
     return [plan for plan in plans if plan.starts]

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from layerskip.config.sampling_params import SamplingParams as SamplingParams
+from layerskip.rounds.grammar import GrammarState
 from layerskip.rounds.likely_ids import check_possible, ids_at_least, is_large, likeliest_ids, only, possible_ids
 
 
@@ -34,8 +35,14 @@ class Sampler:
     drawn token: the numbers of one row of the vocabulary, once for every place, and their memory until it is settled.
     """
 
-    def __init__(self, params: SamplingParams, generator: torch.Generator | None = None) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        generator: torch.Generator | None = None,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """grammar: of the text, tokens that it does not allow are impossible, of draft and target alike."""
+        self.params, self.grammar = params, grammar
         self.greedy = not params.do_sample
         self._noise = PlaceNoise(generator)
         self._seen = None if params.repetition_penalty == 1.0 else _SeenIds()
@@ -49,9 +56,18 @@ class Sampler:
 
         Shapes: logits (T, V); row i follows `context` plus the first i tokens of `drafted` (T - 1,), so the penalty of
         a draft position sees the draft tokens before it. Returns (T, V) float32.
-        Cost: one device sync with a penalty and drafted tokens, else none.
+        Cost: one device sync with drafted tokens and a penalty or a grammar, else none.
         """
-        return self._warped(self._penalised(logits.float(), context, drafted))
+        return self._warped(self._by_text(logits.float(), context, drafted))
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether what is likely depends on the text besides the model, for a penalty or a grammar."""
+        return self._seen is not None or self.grammar is not None
+
+    def _by_text(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
+        scores = self._penalised(scores, context, drafted)
+        return scores if self.grammar is None else self.grammar.allow(scores, context, drafted)
 
     def _warped(self, scores: torch.Tensor) -> torch.Tensor:
         if self._cuts and is_large(scores):
@@ -86,6 +102,8 @@ class Sampler:
         self._noise.begin(place)
         if self._seen is not None:
             self._seen = _SeenIds()
+        if self.grammar is not None:
+            self.grammar.begin(place)
 
     def choose(self, shaped: torch.Tensor, place: int) -> torch.Tensor:
         """The tokens at `place` and after it, (T,) int64, from shaped logits (T, V)."""
@@ -113,7 +131,7 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(Shaped logits (1, n), the token at `place` (1,)) of logits (1, V) that are finite at these ids alone: the
         same as of all of them, up to rounding, in the time that so few take."""
-        few = logits[:, rows] if self._seen is None else self._penalised(logits.float(), context, None)[:, rows]
+        few = self._by_text(logits.float(), context, None)[:, rows] if self.reads_text else logits[:, rows]
         shaped = self._warped(few.float())
         noise = None if self.greedy else self._noise.row(place, logits.shape[1], logits.device).at(rows)
         found = choose(shaped, noise)
@@ -141,9 +159,9 @@ class Sampler:
         closer the draft is to the target; of drawn tokens in the scale of the logits before the temperature, in which
         the draft's errors are.
 
-        logits: (R, V), not shaped; context: the tokens before the place of each row, asked for with a penalty alone.
+        logits: (R, V), not shaped; context: the tokens before the place of each row, asked for where it `reads_text`.
         """
-        if self._seen is None:
+        if not self.reads_text:
             scores = self.shape(logits, ())
         else:
             scores = torch.cat([self.shape(logits[i : i + 1], context(i)) for i in range(len(logits))])

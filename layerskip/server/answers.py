@@ -6,8 +6,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
+from layerskip.huggingface.messages import MessageParser, Part, Said, Thought, ToolCall
 from layerskip.server.schemas import GenerationFields
 from layerskip.server.worker import Finished, Piece
 
@@ -15,19 +17,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 class CompletionShape:
-    """Where /v1/completions puts the text."""
+    """Where /v1/completions puts the text of a choice."""
 
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """The text of a whole answer's choice."""
-        return {"text": text}
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Of a whole answer."""
+        return {"text": _text_of(parts, Said)}
 
-    def chunk(self, text: str | None) -> dict[str, Any]:
-        """The text of an event's choice; None ends the answer."""
-        return {"text": text or ""}
+    def chunk(self, part: Part | None) -> dict[str, Any]:
+        """Of an event; None ends the answer."""
+        return {"text": part.text if isinstance(part, Said) else ""}
 
     def opening(self) -> dict[str, Any] | None:
         """What comes before the first text of a stream."""
@@ -41,27 +43,61 @@ class ChatShape(CompletionShape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        calls = [_call(one) for one in parts if isinstance(one, ToolCall)]
+        text, thoughts = _text_of(parts, Said), _text_of(parts, Thought)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        return {"message": message}
 
-    def chunk(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"content": text}}
+    def chunk(self, part: Part | None) -> dict[str, Any]:
+        match part:
+            case None:
+                return {"delta": {}}
+            case Said(text):
+                return {"delta": {"content": text}}
+            case Thought(text):
+                return {"delta": {"reasoning_content": text}}
+            case ToolCall():
+                return {"delta": {"tool_calls": [{"index": part.index} | _call(part)]}}
 
     def opening(self) -> dict[str, Any]:
         """Who speaks."""
         return {"delta": {"role": "assistant", "content": ""}}
 
 
+def _text_of(parts: Sequence[Part], kind: type[Said | Thought]) -> str:
+    return "".join(one.text for one in parts if isinstance(one, kind))
+
+
+def _call(one: ToolCall) -> dict[str, Any]:
+    return {
+        "id": "call_" + secrets.token_hex(12),
+        "type": "function",
+        "function": {"name": one.name, "arguments": one.arguments},
+    }
+
+
 class AnswerFormat:
     """One request's answer as JSON."""
 
     def __init__(
-        self, shape: CompletionShape, asked: GenerationFields, system_fingerprint: str, lossy: str | None = None
+        self,
+        shape: CompletionShape,
+        asked: GenerationFields,
+        system_fingerprint: str,
+        lossy: str | None = None,
+        messages: Sequence[MessageParser | None] = (),
     ) -> None:
-        """lossy: in every body and event, where the text is not the target's own."""
+        """lossy: in every body and event, where the text is not the target's own; messages: of each choice what finds
+        thoughts and calls in its text."""
         options = asked.stream_options
         self.shape, self.system_fingerprint, self.lossy = shape, system_fingerprint, lossy
         self.model_id, self.answers_each = asked.model, asked.n or 1
+        self._messages = messages or [None] * asked.num_choices
         self.streamed = bool(asked.stream)
         self.with_token_ids = bool(asked.return_token_ids)
         self.with_usage = options is not None and options.include_usage
@@ -72,15 +108,11 @@ class AnswerFormat:
 
     def whole(self, pieces: Sequence[Sequence[Piece]], ends: Sequence[Finished]) -> bytes:
         """The body of an answer that is not streamed; pieces and ends by choice."""
-        choices = [
-            self._choice(
-                index,
-                self.shape.whole("".join(one.text for one in own)),
-                [token for one in own for token in one.ids],
-                end.finish_reason,
-            )
-            for index, (own, end) in enumerate(zip(pieces, ends, strict=True))
-        ]
+        choices = []
+        for index, (own, end) in enumerate(zip(pieces, ends, strict=True)):
+            parts = [*chain.from_iterable(self._parts(index, one.text) for one in own), *self._last_parts(index)]
+            ids = [token for one in own for token in one.ids]
+            choices.append(self._choice(index, self.shape.whole(parts), ids, self._reason(index, end)))
         return _json(self._body(self.shape.whole_object, choices) | self._usage(ends))
 
     def opening(self, index: int) -> Iterator[bytes]:
@@ -91,18 +123,44 @@ class AnswerFormat:
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """One event, or none for a piece without text: that of a character that is not complete yet."""
-        if piece.text or (self.with_token_ids and piece.ids):
-            yield self._event([self._choice(index, self.shape.chunk(piece.text), piece.ids, None)])
+        ids = piece.ids
+        for part in self._parts(index, piece.text):
+            yield self._part(index, part, ids)
+            ids = []
+        if ids and self.with_token_ids:
+            yield self._part(index, Said(""), ids)
 
     def ending(self, index: int, end: Finished) -> Iterator[bytes]:
         """After the last text of a choice."""
-        yield self._event([self._choice(index, self.shape.chunk(None), [], end.finish_reason)])
+        for part in self._last_parts(index):
+            yield self._part(index, part, [])
+        yield self._event([self._choice(index, self.shape.chunk(None), [], self._reason(index, end))])
 
     def closing(self, ends: Sequence[Finished]) -> Iterator[bytes]:
         """Events after the last choice."""
         if self.with_usage:
             yield _event(self._body(self.shape.chunk_object, []) | self._usage(ends))
         yield DONE
+
+    def _parts(self, index: int, text: str) -> Iterator[Part]:
+        message = self._messages[index]
+        if message is not None:
+            yield from message.push(text)
+        elif text:
+            yield Said(text)
+
+    def _last_parts(self, index: int) -> Iterator[Part]:
+        message = self._messages[index]
+        if message is not None:
+            yield from message.finish()
+
+    def _part(self, index: int, part: Part, ids: list[int]) -> bytes:
+        return self._event([self._choice(index, self.shape.chunk(part), ids, None)])
+
+    def _reason(self, index: int, end: Finished) -> str:
+        message = self._messages[index]
+        called = message is not None and message.num_calls and end.finish_reason == "stop"
+        return "tool_calls" if called else end.finish_reason
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         body = self._body(self.shape.chunk_object, choices)

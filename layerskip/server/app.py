@@ -69,7 +69,8 @@ class Service:
         ticket = self.worker.admit(asked.num_choices)
         try:
             jobs = await self.preparer.jobs(asked)
-            form = AnswerFormat(shape, asked, self.system_fingerprint, jobs[0].lossy)
+            messages = [one.message for one in jobs]
+            form = AnswerFormat(shape, asked, self.system_fingerprint, jobs[0].lossy, messages)
             return Answer(jobs, ticket, form, self.worker)
         except BaseException:
             ticket.close()

@@ -13,6 +13,7 @@ from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.engines.batch import Batch
+from layerskip.huggingface.messages import MessageParser, response_template
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -24,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 _CHARS_PER_TOKEN = 8
 """More than text has."""
-_IN_TEMPLATE = {"role", "content", "name", "tool_call_id"}
+_IN_TEMPLATE = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"}
 """Fields of a message that the chat template gets."""
 
 
@@ -49,6 +50,7 @@ class Preparer:
         self._store, self._prefixes, self._batch = store, prefixes, batch
         # A copy: a fast tokenizer that encodes in one thread refuses to decode in another at that moment.
         self._tokenizer = copy.deepcopy(model.tokenizer)
+        self._template = settings.response_template or response_template(self._tokenizer, model.model.config.model_type)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
     async def jobs(self, asked: CompletionRequest | ChatRequest) -> list[Job]:
@@ -58,9 +60,9 @@ class Preparer:
             message = f"model: this server has {self._settings.model_id!r} only, got {name!a}"
             raise ApiError(404, message, param="model", code="model_not_found")
         run = asyncio.get_running_loop().run_in_executor
-        found = await run(self._executor, self._ids_and_streams, asked)
+        found = await run(self._executor, self._choices, asked)
         events = asyncio.Queue[tuple[int, Event]]()
-        jobs = [self._job(asked, ids, stream, index, events) for index, (ids, stream) in enumerate(found)]
+        jobs = [self._job(asked, *one, index, events) for index, one in enumerate(found)]
         shares = self._prefixes is not None and not self._model.adapter.recurrent_layers
         if shares and self._remembers(asked):
             for index, job in enumerate(jobs):
@@ -77,6 +79,7 @@ class Preparer:
         asked: GenerationFields,
         ids: list[int],
         stream: GenerationStream,
+        message: MessageParser | None,
         index: int,
         events: asyncio.Queue[tuple[int, Event]],
     ) -> Job:
@@ -89,11 +92,25 @@ class Preparer:
             prompt_ids=ids,
             regime=None if known is None else known.name,
             lossy=None if rule is None else lossy_label(rule),
+            message=message,
         )
 
-    def _ids_and_streams(self, asked: CompletionRequest | ChatRequest) -> list[tuple[list[int], GenerationStream]]:
+    def _choices(
+        self, asked: CompletionRequest | ChatRequest
+    ) -> list[tuple[list[int], GenerationStream, MessageParser | None]]:
         prompts = [self._chat_ids(asked)] if isinstance(asked, ChatRequest) else map(self._prompt_ids, asked.prompt)
-        return [(ids, self._stream(asked, ids, number)) for ids in prompts for number in range(asked.n or 1)]
+        return [
+            (ids, self._stream(asked, ids, number), self._message(asked, ids))
+            for ids in prompts
+            for number in range(asked.n or 1)
+        ]
+
+    def _message(self, asked: CompletionRequest | ChatRequest, ids: list[int]) -> MessageParser | None:
+        if not isinstance(asked, ChatRequest) or not (tools := asked.told_tools):
+            return None
+        assert self._template is not None  # else they were refused
+        most = 1 if asked.parallel_tool_calls is False else None
+        return MessageParser(self._template, self._tokenizer.decode(ids), tools, most_calls=most)
 
     def _stream(self, asked: CompletionRequest | ChatRequest, ids: list[int], number: int) -> GenerationStream:
         """number: of a prompt's answer."""
@@ -117,9 +134,12 @@ class Preparer:
             "text_store": self._store if remembers else None,
             "prefix_cache": self._prefixes if remembers else None,
             "batch": self._batch,
+            # Calls of tools are between special tokens of some models.
+            "skip_special_tokens": asked.skip_special_tokens is not False and not asked.told_tools,
         }
         try:
-            return self._model.stream(ids, **arguments)  # computes nothing yet
+            # Computes nothing of the model yet.
+            return self._model.stream(ids, grammar=asked.grammar(), **arguments)
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 
@@ -146,10 +166,20 @@ class Preparer:
             name = min(reserved)
             message = f"chat_template_kwargs: must be variables of the chat template, {name} is the server's to set"
             raise ApiError(400, message, param="chat_template_kwargs")
+        if asked.told_tools and self._template is None:
+            message = "tools: neither this model's tokenizer nor Transformers says how it writes calls of tools"
+            raise ApiError(400, message + "; start the server with --response-template", param="tools")
         for turn in asked.messages:
             self._check_length(turn.content, "messages")
-        messages = [one.model_dump(include=_IN_TEMPLATE, exclude_none=True) for one in asked.messages]
+        messages = [
+            one.model_dump(include=_IN_TEMPLATE, exclude={"tool_calls": {"__all__": {"index"}}}, exclude_none=True)
+            for one in asked.messages
+        ]
         ids = self._templated(messages, variables)
+        if tools := asked.told_tools:
+            without, variables = ids, variables | {"tools": tools}
+            if (ids := self._templated(messages, variables)) == without:
+                raise ApiError(400, "tools: the model's chat template leaves them out", param="tools")
         from_tools = [one for one in messages if one["role"] == "tool"]
         for one in from_tools:
             one["content"] += "."
@@ -166,7 +196,7 @@ class Preparer:
         if len(head) < len(text) and len(self._tokenizer(head)["input_ids"]) > context:
             raise _too_long(param, f"more than {context} tokens leave no room for output in {context}")
 
-    def _templated(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
+    def _templated(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         try:
             encoded: Any = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True, **variables

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 
 from layerskip.config.sampling_params import LEAST_TEMPERATURE, asks_to_sample
 from layerskip.config.validated import describe_validation_error
+from layerskip.rounds.grammar import Grammar
 from layerskip.server.errors import ApiError
 from layerskip.server.settings import MAX_MODEL_ID
 
@@ -45,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "tools": ([],),
@@ -59,7 +59,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "min_tokens": (0,),
-    "skip_special_tokens": (True,),
     "add_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -69,6 +68,8 @@ change the answer, so it is refused."""
 
 MAX_CHOICES = 128
 """Of one request: prompts times `n`."""
+MAX_TOOLS = 128
+"""Of one request, and calls of one turn."""
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
@@ -131,6 +132,16 @@ def _read_temperature(value: float) -> float:
     return 0.0 if value < LEAST_TEMPERATURE else value
 
 
+def _read_arguments(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return from_json(value or "{}", allow_inf_nan=False)
+    except ValueError as error:
+        raise ValueError(f"must be JSON: {error}") from None
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False), AfterValidator(_read_temperature)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -156,6 +167,50 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
     """Accepted and ignored: padding against eavesdroppers who measure sizes, on a connection of your own."""
     continuous_usage_stats: Literal[False] = False
+
+
+class JsonSchema(_Strict):
+    """OpenAI's form of a schema that the answer keeps to."""
+
+    name: Annotated[str, Field(max_length=64)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+    """The answer keeps to it in any case."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        return data  # its field's name is its alias
+
+
+class ResponseFormat(_Strict):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: goes with the type json_schema")
+        return self
+
+
+class StructuredOutputs(_Strict):
+    """The same in vLLM's words: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict) and sum(value is not None for value in data.values()) != 1:
+            raise ValueError("must have one of json, regex, choice and grammar")
+        return data
 
 
 class GenerationFields(_Strict):
@@ -184,6 +239,10 @@ class GenerationFields(_Strict):
     """Decode with the config's setting for this prompt group."""
     return_token_ids: bool | None = None
     """Adds `token_ids` to the answer's choice."""
+    skip_special_tokens: bool | None = None
+    """False: the answer's text has them."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationFields:
@@ -194,7 +253,23 @@ class GenerationFields(_Strict):
             raise ValueError(f"n: prompts times n must be at most {MAX_CHOICES}, got {self.num_choices}")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: needs stream = true")
+        formats = [self.response_format and self.response_format.type != "text", self.structured_outputs]
+        if sum(map(bool, [*formats, self.told_tools])) > 1:
+            raise ValueError("response_format, structured_outputs, tools: must be one of these alone")
         return self
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to look like. Raises: ValueError."""
+        found, own = self.response_format, self.structured_outputs
+        if found is not None and found.type != "text":
+            return Grammar.json(None if found.json_schema is None else found.json_schema.schema_)
+        if own is None:
+            return None
+        if own.choice is not None:
+            return Grammar.choice(own.choice)
+        if own.regex is not None:
+            return Grammar.regex(own.regex)
+        return Grammar.json(own.json_) if own.grammar is None else Grammar.lark(own.grammar)
 
     @property
     def num_prompts(self) -> int:
@@ -205,6 +280,11 @@ class GenerationFields(_Strict):
     def num_choices(self) -> int:
         """Of the answer."""
         return self.num_prompts * (self.n or 1)
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        """As the chat template gets them."""
+        return []
 
     @property
     def num_new_tokens(self) -> int | None:
@@ -227,24 +307,68 @@ class CompletionRequest(GenerationFields):
         return len(self.prompt)
 
 
+class CalledFunction(_Strict):
+    """Of a call: which function, with what."""
+
+    name: FunctionName
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)]
+    """Given as the JSON of an object."""
+
+
+class MessageCall(_Strict):
+    """A call that an assistant's turn asked for; `index` is what a stream's pieces had."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class _EmptyExtras(_Strict):
     """What clients copy from an answer into the next request's messages; only empty values mean nothing."""
 
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    reasoning_content: Annotated[str, Field(max_length=0)] | None = None
 
 
 class Message(_EmptyExtras):
     """One turn, as the chat template gets it; `developer` is read as `system`."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_read_role)]
-    content: Annotated[str, BeforeValidator(_read_content)]
+    content: Annotated[str, BeforeValidator(_read_content)] = ""
     name: Annotated[str, Field(max_length=64)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_TOOLS)] | None = None
+    reasoning_content: str | None = None
+    """What an assistant's turn said to itself."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Message:
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content):
+            raise ValueError("tool_calls, reasoning_content: must be of an assistant's turn")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: is needed")
+        return self
+
+
+class ToolFunction(_Strict):
+    """A function that the model may ask for."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """Their JSON schema."""
+    strict: bool | None = None
+    """Accepted, but nothing makes the model keep to the schema."""
+
+
+class Tool(_Strict):
+    """One of a request's tools."""
+
+    type: Literal["function"]
+    function: ToolFunction
 
 
 class ChatRequest(GenerationFields):
@@ -253,6 +377,17 @@ class ChatRequest(GenerationFields):
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=1024)]
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Variables for the model's chat template, such as enable_thinking."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model is told that it may call; the answer then parts calls and thoughts from what is said."""
+    tool_choice: Literal["none", "auto"] | None = None
+    """`none`: they are not told of."""
+    parallel_tool_calls: bool | None = None
+    """False: of several calls in an answer the first alone is told."""
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [one.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for one in tools]
 
 
 Parsed = TypeVar("Parsed", bound=GenerationFields)

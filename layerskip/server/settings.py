@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from layerskip.command_line.api_key import check_api_key
 
@@ -43,6 +45,8 @@ class ServerSettings:
     """Most tokens of earlier requests that are kept to draft from, where the model's config does so; 0 keeps none."""
     prefix_cache_bytes: int = 512 << 20
     """Most bytes of earlier requests' keys and values that are kept for prompts which begin alike; 0 keeps none."""
+    response_template: Mapping[str, Any] | None = None
+    """How the model writes calls of tools, where neither its tokenizer nor Transformers says so."""
 
     def __post_init__(self) -> None:
         if not (0 < len(self.model_id) <= MAX_MODEL_ID and self.model_id.isprintable()):

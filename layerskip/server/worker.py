@@ -17,6 +17,7 @@ from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
 from layerskip.drafters import TextStore
 from layerskip.engines.batch import Batch, Cancelled
+from layerskip.huggingface.messages import MessageParser
 from layerskip.model import GenerationStream
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
 from layerskip.server.metrics import ServerMetrics
@@ -69,6 +70,8 @@ class Job:
     """Whose setting it is decoded with; None where that is not known."""
     lossy: str | None = None
     """What must be told of that setting; None where it is lossless."""
+    message: MessageParser | None = None
+    """What finds thoughts and calls in its text; None: all of it is said. Belongs to the event loop's thread."""
     arrived_s: float = field(default_factory=time.monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)

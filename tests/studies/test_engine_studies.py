@@ -16,6 +16,8 @@ import transformers
 from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
 from layerskip.benchmark import memory
+from layerskip.decoding import loop
+from layerskip.drafters import forced
 from layerskip.rounds import likely_ids, sampling
 from studies.demo.corpus import Module
 from studies.engine import (
@@ -30,6 +32,7 @@ from studies.engine import (
     trees,
     turns,
 )
+from studies.engine import grammar as engine_grammar
 from studies.engine import sampling as engine_sampling
 from tests.layerskip import zoo
 from tests.layerskip.conftest import text_model, tokenizer, with_whole_drafts
@@ -107,6 +110,36 @@ def test_draft_vocab_tells_shares_and_speeds(tmp_path: Path, capsys) -> None:
         assert [way["name"] for way in one["ways"]][:3] == ["all", "the first 1024", "the likeliest 1024"]
         assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
     assert draft_vocab.table(record) in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_grammar_tells_what_forced_text_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    own = loop.MOST_FORCED, forced.LEAST_FORCED
+    monkeypatch.setattr(engine_grammar, "NEW_TOKENS", 40)
+    monkeypatch.setattr(engine_grammar, "prompts_of", lambda model, file, count: [model.encode("def f(x):\n")] * count)
+    out = tmp_path / "grammar.json"
+    given = ["--study", str(siblings.DEMO), "--prompts", "2", "--bits", "8", "--gamma", "2", "--out", str(out)]
+    assert engine_grammar.main(given) == 0
+    assert own == (loop.MOST_FORCED, forced.LEAST_FORCED)
+    record = json.loads(out.read_text())
+    assert [one["regime"] for one in record["rows"]] == list(engine_grammar.REGIMES)
+    for one in record["rows"]:
+        alone, forced_alone, *_ = one["ways"]
+        assert all(way["num_identical"] == way["num_outputs"] == 2 for way in one["ways"])
+        assert alone["mean_accepted_length"] == 1.0
+        assert forced_alone["mean_accepted_length"] > 2.0
+    assert engine_grammar.table(record) in capsys.readouterr().out
+
+
+def test_a_function_is_described_in_the_chats_form(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [{"content": "Change it.\n\ndef f(x):\n\n    pass"}]}), encoding="utf-8")
+    asked = []
+    told = SimpleNamespace(apply_chat_template=lambda turns, **_: asked.extend(turns) or {"input_ids": [1, 2]})
+    assert engine_grammar.prompts_of(SimpleNamespace(tokenizer=told), file, 3) == [[1, 2]]
+    assert asked[0]["content"].endswith("\n\ndef f(x):\n\n    pass")
+    assert "Change" not in asked[0]["content"]
 
 
 @needs_kernels

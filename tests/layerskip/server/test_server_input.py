@@ -94,8 +94,8 @@ CHATS: dict[str, tuple[Any, int, str]] = {
         400,
         'content: must hold parts of the form {"type": "text"',
     ),
-    "tools": (chat(tools=[{"type": "function"}]), 400, "tools: not supported by this server"),
-    "json mode": (chat(response_format={"type": "json_object"}), 400, "response_format: not supported"),
+    "tools": (chat(tools=[{"type": "function"}]), 400, "tools.0.function: "),
+    "another format": (chat(response_format={"type": "xml"}), 400, "response_format.type: "),
     "prompt instead": (completion(), 400, "'prompt': unknown field"),
     "empty text": (chat(messages=[{"role": "user", "content": ""}]), 400, "prompt: must hold at least one token"),
 }
