@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from layerskip.config.strict_json import parse_json
+from layerskip.rounds.grammar import JSON_BLANKS, Grammar
 
 _THOUGHTS = ("reasoning_content", "thinking")
 """What templates call what a model says to itself."""
@@ -64,6 +66,35 @@ def read_template(file: Path) -> Mapping[str, Any]:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{file}: must be the JSON of a response template: {' '.join(str(error).split())}") from None
     return dict(template)
+
+
+def calls_alone(
+    template: Mapping[str, Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, most_calls: int | None
+) -> Grammar | None:
+    """Of an answer that calls tools, as their schemas have it, and says nothing else; up to so many calls. None where
+    the template has calls that are not JSON between two marks."""
+    calls = template["fields"].get("tool_calls", {})
+    opening = re.fullmatch(r"(?:\\s\*)?(<\w+>)", calls.get("open_pattern", calls.get("open", "")))
+    ending, form = calls.get("close"), calls.get("transform", {}).get("function")
+    if opening is None or not isinstance(ending, str) or (calls.get("content"), form) != ("json", "{content}"):
+        return None
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": one["function"]["name"]},
+                "arguments": one["function"].get("parameters", {"type": "object"}),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for one in tools
+    ]
+    known = tokenizer.get_added_vocab()
+    first, last = (f"<[{known[mark]}]>" if mark in known else json.dumps(mark) for mark in (opening[1], ending))
+    call = f'{first} "\\n" call "\\n" {last}'
+    more = "" if most_calls == 1 else f' ("\\n" {call})*'
+    return Grammar.lark(f"start: {call}{more}\ncall: %json {json.dumps({'anyOf': kinds} | JSON_BLANKS)}")
 
 
 class MessageParser:

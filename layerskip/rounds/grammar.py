@@ -13,8 +13,9 @@ import torch
 
 from layerskip.config.strict_json import parse_json
 
-_BLANKS = r"\n[ ]{0,24}|[ ]"
-"""Between the parts of JSON. JSON may have any number, and a small model may go on with them for ever."""
+JSON_BLANKS = {"x-guidance": {"whitespace_pattern": r"\n[ ]{0,24}|[ ]"}}
+"""Between the parts of JSON, as a part of its schema. JSON may have any number, and a small model may go on with them
+for ever."""
 _NEEDED = "needs the structured extra, pip install 'layerskip[structured]'"
 
 
@@ -32,10 +33,10 @@ class Grammar:
         if not isinstance(given, Mapping):
             raise ValueError(f"grammar: a schema must be a JSON object, got {type(given).__name__}")
         try:
-            text = json.dumps(dict(given))
+            text = json.dumps(JSON_BLANKS | dict(given))
         except (TypeError, ValueError) as error:
             raise ValueError(f"grammar: a schema must be JSON: {error}") from None
-        return cls(_matcher_class().grammar_from_json_schema(text, defaults={"whitespace_pattern": _BLANKS}))
+        return cls(_matcher_class().grammar_from_json_schema(text))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -84,7 +85,8 @@ class GrammarTokens:
 class GrammarState:
     """How far a text has come in its grammar; goes back and forth with what is drafted.
 
-    Cost of a row: some tens of microseconds on the host, and a copy of its allowed ids to the device.
+    Cost of a row: some tens of microseconds on the host, a copy of its allowed ids to the device, and of the row; one
+    device sync for all of them.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -103,16 +105,23 @@ class GrammarState:
     def allow(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
         """(T, V) in which only tokens that the grammar allows are possible; row i follows `context` and the first i of
         `drafted` (T - 1,). As they were are rows behind a drafted token that is not allowed, and rows in which nothing
-        else is possible, of drafts among few token ids."""
+        else is possible, of drafts among few token ids.
+
+        Raises: RuntimeError where the text itself is not as the grammar has it, which is llguidance's doing.
+        """
         text, more = list(context[self._start :]), [] if drafted is None else drafted.tolist()
         rows = np.ones((len(scores), scores.shape[1]), dtype=bool)
         for i, row in enumerate(rows):
             if not self._go_to(text + more[:i]):
+                if i == 0:
+                    raise RuntimeError(f"grammar: refuses token {text[len(self._taken)]}, which it allowed before")
                 break
             row[: self._vocab_size] = self._allowed()
             row[self._vocab_size :] = False
-        left = scores.masked_fill(~torch.from_numpy(rows).to(scores.device), float("-inf"))
-        return torch.where((left == float("-inf")).all(dim=-1, keepdim=True), scores, left)
+        left = torch.where(torch.from_numpy(rows).to(scores.device), scores, float("-inf"))
+        for i in (left.amax(dim=-1) == float("-inf")).nonzero().flatten().tolist():
+            left[i] = scores[i]
+        return left
 
     def forced(self, context: Sequence[int], most: int) -> list[int]:
         """Tokens, as they are usual, of the text that alone can follow; up to `most`."""

@@ -13,8 +13,9 @@ from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.engines.batch import Batch
-from layerskip.huggingface.messages import MessageParser, response_template
+from layerskip.huggingface.messages import MessageParser, calls_alone, response_template
 from layerskip.model import GenerationStream, LayerSkipModel
+from layerskip.rounds.grammar import Grammar
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
 from layerskip.server.settings import ServerSettings
@@ -109,8 +110,17 @@ class Preparer:
         if not isinstance(asked, ChatRequest) or not (tools := asked.told_tools):
             return None
         assert self._template is not None  # else they were refused
-        most = 1 if asked.parallel_tool_calls is False else None
-        return MessageParser(self._template, self._tokenizer.decode(ids), tools, most_calls=most)
+        return MessageParser(self._template, self._tokenizer.decode(ids), tools, most_calls=asked.most_calls)
+
+    def _grammar(self, asked: CompletionRequest | ChatRequest) -> Grammar | None:
+        if not isinstance(asked, ChatRequest) or not (tools := asked.required_tools):
+            return asked.grammar()
+        assert self._template is not None  # else they were refused
+        found = calls_alone(self._template, self._tokenizer, tools, most_calls=asked.most_calls)
+        if found is None:
+            message = "tool_choice: must be auto or none, as this model's calls are not JSON between two marks"
+            raise ApiError(400, message, param="tool_choice")
+        return found
 
     def _stream(self, asked: CompletionRequest | ChatRequest, ids: list[int], number: int) -> GenerationStream:
         """number: of a prompt's answer."""
@@ -139,7 +149,7 @@ class Preparer:
         }
         try:
             # Computes nothing of the model yet.
-            return self._model.stream(ids, grammar=asked.grammar(), **arguments)
+            return self._model.stream(ids, grammar=self._grammar(asked), **arguments)
         except ValueError as error:
             raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
 

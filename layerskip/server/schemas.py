@@ -371,6 +371,17 @@ class Tool(_Strict):
     function: ToolFunction
 
 
+class _Name(_Strict):
+    name: FunctionName
+
+
+class NamedTool(_Strict):
+    """The one that has to be called."""
+
+    type: Literal["function"]
+    function: _Name
+
+
 class ChatRequest(GenerationFields):
     """A body of /v1/chat/completions."""
 
@@ -379,10 +390,31 @@ class ChatRequest(GenerationFields):
     """Variables for the model's chat template, such as enable_thinking."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model is told that it may call; the answer then parts calls and thoughts from what is said."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """`none`: they are not told of."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`: they are not told of; `required`: the answer calls some and says nothing else; a name: it calls that."""
     parallel_tool_calls: bool | None = None
     """False: of several calls in an answer the first alone is told."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        names = [one.function.name for one in self.tools or []]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: must be one of tools, got {self.tool_choice.function.name}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: needs tools to be required")
+        return self
+
+    @property
+    def required_tools(self) -> list[dict[str, Any]]:
+        """Those of which the answer has to call some; none where it may say what it likes."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [one for one in self.told_tools if one["function"]["name"] == self.tool_choice.function.name]
+        return self.told_tools if self.tool_choice == "required" else []
+
+    @property
+    def most_calls(self) -> int | None:
+        """None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
