@@ -220,6 +220,15 @@ def test_a_row_in_which_nothing_else_is_possible_stays_as_it_was() -> None:
     assert torch.equal(state.allow(scores, [], None), scores)
 
 
+def test_a_text_that_the_grammar_refuses_is_an_error_and_not_unmasked() -> None:
+    model = target_of("byte_level")
+    tokens = GrammarTokens(model.tokenizer, model.vocab_size, sorted(model.eos_token_ids))
+    state = tokens.state(Grammar.choice(["yes"]))
+    state.begin(0)
+    with pytest.raises(RuntimeError, match="grammar: refuses token 7, which it allowed before"):
+        state.allow(torch.zeros(1, model.vocab_size), [7], None)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

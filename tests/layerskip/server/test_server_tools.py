@@ -119,6 +119,47 @@ def test_of_several_calls_the_first_alone_is_told_where_asked_for(server: Servin
     assert script
 
 
+def test_an_answer_has_to_call_where_asked_for(tokenizer: Any) -> None:
+    """Calls are forced, so a random model calls, too."""
+    names = ("weather", "time")
+    parameters = {"type": "object", "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}}}
+    tools = [{"type": "function", "function": {"name": one, "parameters": parameters}} for one in names]
+    marks = {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+    template = response_template(None, "qwen2") | {"start_anchor": "assistant"}  # type: ignore[operator]
+    assert template["fields"]["tool_calls"].items() > marks.items()
+    for added in ([], ["<tool_call>", "</tool_call>"]):
+        model = tiny_model(tokenizer)
+        model.tokenizer.chat_template = TEMPLATE
+        model.tokenizer.add_tokens(added)
+        wide = zoo.build("llama", vocab_size=len(model.tokenizer) + 5, max_position_embeddings=640)
+        wide.generation_config.eos_token_id = model.tokenizer.eos_token_id
+        model = LayerSkipModel(wide, model.tokenizer, model.config, engine="eager")
+        with serving(model, response_template=template) as running:
+            fields = {
+                "tools": tools,
+                "max_tokens": 120,
+                "temperature": 1.0,
+                "extra_body": {},
+                "parallel_tool_calls": False,
+            }
+            for seed in range(4):
+                choice = ask(running, tool_choice="required", seed=seed, **fields).choices[0]
+                (call,) = choice.message.tool_calls
+                assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+                assert call.function.name in names
+                assert isinstance(json.loads(call.function.arguments), dict)
+                named = {"type": "function", "function": {"name": "time"}}
+                (call,) = ask(running, tool_choice=named, seed=seed, **fields).choices[0].message.tool_calls
+                assert call.function.name == "time"
+
+
+def test_a_model_whose_calls_are_no_json_cannot_be_made_to_call(tools_model: LayerSkipModel) -> None:
+    with serving(tools_model, response_template=response_template(None, "gemma4")) as running:
+        assert ask(running, max_tokens=2).choices
+        with pytest.raises(openai.BadRequestError, match="tool_choice: must be auto or none"):
+            ask(running, tool_choice="required")
+
+
 def test_without_tools_an_answer_is_what_the_model_says(server: Serving, script: list[bool]) -> None:
     for fields in ({"tools": []}, {"tools": openai.omit}, {"tool_choice": "none"}):
         message = ask(server, **fields).choices[0].message
@@ -147,8 +188,13 @@ def test_the_template_gets_tools_calls_and_thoughts(server: Serving, tools_model
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice: "),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice: "),
+        ({"tool_choice": "never"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice: needs tools to be required"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            "tool_choice: must be one of tools, got time",
+        ),
+        ({"tool_choice": "required", "extra_body": {"response_format": {"type": "json_object"}}}, "one of these alone"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type: "),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools.0.function.name: "),
         ({"tools": [TOOL] * 129}, "tools: "),
