@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,23 +79,17 @@ def calls_alone(
     ending, form = calls.get("close"), calls.get("transform", {}).get("function")
     if opening is None or not isinstance(ending, str) or (calls.get("content"), form) != ("json", "{content}"):
         return None
-    kinds = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": one["function"]["name"]},
-                "arguments": one["function"].get("parameters", {"type": "object"}),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for one in tools
-    ]
     known = tokenizer.get_added_vocab()
     first, last = (f"<[{known[mark]}]>" if mark in known else json.dumps(mark) for mark in (opening[1], ending))
-    call = f'{first} "\\n" call "\\n" {last}'
-    more = "" if most_calls == 1 else f' ("\\n" {call})*'
-    return Grammar.lark(f"start: {call}{more}\ncall: %json {json.dumps({'anyOf': kinds} | JSON_BLANKS)}")
+    calls_of, rules = list[str](), list[str]()
+    for i, one in enumerate(tools):
+        function = one["function"]
+        before = json.dumps(f'\n{{"name": {json.dumps(function["name"])}, "arguments": ')
+        calls_of.append(f'{before} arguments_{i} "}}\\n"')
+        rules.append(f"arguments_{i}: %json {json.dumps(JSON_BLANKS | function.get('parameters', {'type': 'object'}))}")
+    more = "" if most_calls == 1 else ' ("\\n" call)*'
+    start = [f"start: call{more}", f"call: {first} ({' | '.join(calls_of)}) {last}"]
+    return Grammar.lark("\n".join([*start, *rules]))
 
 
 class MessageParser:
@@ -109,9 +104,12 @@ class MessageParser:
         """prompt: the text before, of which templates write a part of the answer; tools: as the chat template got them;
         most_calls: after so many the answer says no more.
 
-        Raises: ValueError for a template that is none.
+        Raises: ValueError, TypeError or else for a template that is none.
         """
-        self._parser: ResponseParser | None = ResponseParser(dict(template), prefix=prompt, tools=list(tools))
+        own = dict(template), list(tools)
+        self._parser: ResponseParser | None = ResponseParser(own[0], prefix="", tools=own[1])
+        with suppress(Exception):  # a prompt, too, may hold anything
+            self._parser = ResponseParser(own[0], prefix=prompt, tools=own[1])
         self._most_calls = most_calls
         self._unread = ""
         """Of a call that is not complete."""

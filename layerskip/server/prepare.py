@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import json
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -180,7 +181,9 @@ class Preparer:
             message = "tools: neither this model's tokenizer nor Transformers says how it writes calls of tools"
             raise ApiError(400, message + "; start the server with --response-template", param="tools")
         for turn in asked.messages:
-            self._check_length(turn.content, "messages")
+            for text in (turn.content, turn.reasoning_content or ""):
+                self._check_length(text, "messages")
+        self._check_length(json.dumps(asked.told_tools), "tools")
         messages = [
             one.model_dump(include=_IN_TEMPLATE, exclude={"tool_calls": {"__all__": {"index"}}}, exclude_none=True)
             for one in asked.messages

@@ -98,7 +98,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--functions",
         type=Path,
-        default=STUDIES / "qwen_coder" / "changes" / "held_out.jsonl",
+        default=STUDIES / "qwen_coder" / "changes.jsonl",
         help="prompts with code",
     )
     parser.add_argument("--bits", type=int, choices=(8, 4), default=4, help="of the draft's weights")

@@ -40,8 +40,8 @@ _CHANGES = (
     "Let this function raise a ValueError with a clear message where `{name}` is None.",
 )
 """What is asked of one function after the other, `name` being its first parameter."""
-_NUM_CHANGED = (15, 16)
-"""So many of them tune, and are held out."""
+_CHANGED = slice(15, 31)
+"""Which of them are taken; the rest may tune."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,15 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "from none of which a prompt that tunes or judges is taken",
     )
     parser.add_argument(
-        "--changes", action="store_true", help="ask for changes to functions of 12 to 24 lines alone, the whole of each"
+        "--changes",
+        type=Path,
+        metavar="FILE",
+        help="write prompts that ask for a change to a function of 12 to 24 lines instead, the whole of each",
     )
     arguments = parser.parse_args(argv)
     if arguments.training:
         return run_command(PROG, lambda: _write_training(arguments.training))
-    return run_command(PROG, lambda: (_write_changes if arguments.changes else _write)(arguments.out))
+    if arguments.changes:
+        return run_command(PROG, lambda: _write_changes(arguments.changes))
+    return run_command(PROG, lambda: _write(arguments.out))
 
 
-def _write_changes(out: Path) -> int:
+def _write_changes(file: Path) -> int:
     rows = []
     found = [node for node in _functions(_modules("*.py"), _LONGER) if node.args.args]
     for i, node in enumerate(found):
@@ -72,9 +77,7 @@ def _write_changes(out: Path) -> int:
         text = f"{change} Answer with the whole function.\n\n```python\n{ast.unparse(node)}\n```"
         rows.append(_row("change", i, text))
     random.Random(_SEED).shuffle(rows)
-    tuning, held_out = _NUM_CHANGED
-    _save(out / "tuning.jsonl", rows[:tuning])
-    _save(out / "held_out.jsonl", rows[tuning : tuning + held_out])
+    _save(file, rows[_CHANGED])
     return 0
 
 

@@ -25,6 +25,19 @@ def test_no_prompt_to_train_on_tunes_or_judges(tmp_path: Path) -> None:
     assert {one.group for one in training.values()} <= {one.group for one in judging}
 
 
+@pytest.mark.slow
+def test_a_change_is_asked_to_one_function_of_a_module(tmp_path: Path) -> None:
+    file = tmp_path / "changes.jsonl"
+    assert make_prompts.main(["--changes", str(file)]) == 0
+    made, kept = (read_prompts(one) for one in (file, STUDIES / "qwen_coder" / "changes.jsonl"))
+    assert len(made) == len(kept) == 16
+    for one in [*made, *kept]:
+        ((_, content),) = one.messages
+        change, code = content.split("\n\n", 1)
+        assert change.endswith("Answer with the whole function.")
+        assert code.startswith("```python\ndef ")
+
+
 def test_distributions_are_compared_place_by_place() -> None:
     whole = torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]).log()
     own = torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.2, 0.0]]).log()
