@@ -13,8 +13,6 @@ from layerskip.rounds.preparation import Starts
 
 MOST_FORCED = 32
 """Tokens of a proposal."""
-LEAST_FORCED = 2
-"""Tokens from which on they are proposed before another drafter is asked, which knows what may follow, too."""
 
 
 class ForcedDrafter:
@@ -55,11 +53,10 @@ class _ForcedSession:
     def propose(self, context: Sequence[int], limit: int, target_prob: float | None) -> Proposal:
         grammar = self._drafter.grammar
         found = grammar.forced(context, min(limit, self._drafter.most))
-        forced = Draft(torch.tensor(found), looked_up=True) if found else None
-        if self._other is None or len(found) >= LEAST_FORCED:
-            return forced
-        draft = self._other.propose(context, limit, target_prob)
+        if found:
+            return Draft(torch.tensor(found), looked_up=True)
+        draft = None if self._other is None else self._other.propose(context, limit, target_prob)
         if not isinstance(draft, Draft) or draft.tree is not None:
-            return forced if draft is None else draft
+            return draft
         count = grammar.num_allowed(context, draft.ids.tolist())
-        return Draft(draft.ids[:count], looked_up=draft.looked_up) if count else forced
+        return Draft(draft.ids[:count], looked_up=draft.looked_up) if count else None

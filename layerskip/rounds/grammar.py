@@ -93,27 +93,31 @@ class GrammarState:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._only_end = np.zeros(vocab_size, dtype=bool)
         self._only_end[list(eos_token_ids)] = True
-        self._start = 0
+        self._start = self._num_settled = 0
         self._taken: list[int] = []
         """Tokens behind the prompt that the matcher has read."""
 
     def begin(self, place: int) -> None:
         """A prompt of so many tokens is about to be continued."""
-        self._start, self._taken = place, []
+        self._start, self._num_settled, self._taken = place, 0, []
         self._matcher.reset()
+
+    def settle(self, place: int) -> None:
+        """The tokens before `place` are chosen for good."""
+        self._num_settled = place - self._start
 
     def allow(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
         """(T, V) in which only tokens that the grammar allows are possible; row i follows `context` and the first i of
         `drafted` (T - 1,). As they were are rows behind a drafted token that is not allowed, and rows in which nothing
         else is possible, of drafts among few token ids.
 
-        Raises: RuntimeError where the text itself is not as the grammar has it, which is llguidance's doing.
+        Raises: RuntimeError where what is settled of the text is not as the grammar has it: llguidance's own mistake.
         """
         text, more = list(context[self._start :]), [] if drafted is None else drafted.tolist()
         rows = np.ones((len(scores), scores.shape[1]), dtype=bool)
         for i, row in enumerate(rows):
             if not self._go_to(text + more[:i]):
-                if i == 0:
+                if len(self._taken) < self._num_settled:
                     raise RuntimeError(f"grammar: refuses token {text[len(self._taken)]}, which it allowed before")
                 break
             row[: self._vocab_size] = self._allowed()

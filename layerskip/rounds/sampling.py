@@ -189,6 +189,8 @@ class Sampler:
         self._noise.settle(place)
         if self._seen is not None:
             self._seen.num_settled = place
+        if self.grammar is not None:
+            self.grammar.settle(place)
 
     def end(self, place: int) -> None:
         """The text ends before `place`: the generator goes back to where one token after another would have left it."""

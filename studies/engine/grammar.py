@@ -1,8 +1,7 @@
 """python -m studies.engine.grammar: what proposing the text that a grammar forces is worth, beside drafts and without.
 
 A study's model describes functions as JSON of a schema, whose fields' names are forced. In turns: each token decoded
-alone under the grammar's masks; with what is forced proposed; by drafts with fewer bits, as they are without it and
-with it, by how many tokens have to be forced before they are proposed in place of a draft.
+alone under the grammar's masks; with what is forced proposed; by drafts with fewer bits; and by both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding import loop
-from layerskip.drafters import forced
 from search.measure.decoder import Decoded, ModelDecoder
 from studies.engine.siblings import open_study, timed
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
@@ -40,29 +38,26 @@ SCHEMA = {
 SCHEMA["required"] = list(SCHEMA["properties"])  # type: ignore[call-overload]
 REGIMES = ("greedy", "t0.7")
 NEW_TOKENS = 160
-_NEVER = 1 << 30
 
 
 class WithGrammar(ModelDecoder):
-    """Decodes JSON; what is forced is proposed from `least` tokens on."""
+    """Decodes JSON."""
 
-    def __init__(self, model: LayerSkipModel, params: SamplingParams, least: int) -> None:
+    def __init__(self, model: LayerSkipModel, params: SamplingParams, *, proposes_forced: bool) -> None:
         super().__init__(model, NEW_TOKENS, params)
-        self._least, self._grammar = least, Grammar.json(SCHEMA)
+        self._proposes_forced, self._grammar = proposes_forced, Grammar.json(SCHEMA)
 
     def _arguments(self, seed: int) -> dict[str, Any]:
         return super()._arguments(seed) | {"grammar": self._grammar}
 
     def decode(self, prompt_ids: Sequence[int], config: DecodeConfig, seed: int = 0) -> Decoded:
         """See `Decoder`."""
-        own = loop.MOST_FORCED, forced.LEAST_FORCED
-        forced.LEAST_FORCED = self._least
-        if self._least == _NEVER:
-            loop.MOST_FORCED = 0
+        own = loop.MOST_FORCED
+        loop.MOST_FORCED = own if self._proposes_forced else 0
         try:
             return super().decode(prompt_ids, config, seed)
         finally:
-            loop.MOST_FORCED, forced.LEAST_FORCED = own
+            loop.MOST_FORCED = own
 
 
 def prompts_of(model: LayerSkipModel, file: Path, count: int) -> list[list[int]]:
@@ -126,14 +121,9 @@ def _run(arguments: argparse.Namespace) -> int:
     for regime in REGIMES:
         say(f"{regime}: decoding")
         params = Sampling.parse(regime).params()
-        never, *some = (WithGrammar(model, params, least) for least in (_NEVER, 1, 2, 4))
-        ways = {
-            "one token after the other": (never, plain),
-            "what is forced": (some[0], plain),
-            "drafts": (never, drafts),
-        }
-        for least, decoder in zip((1, 2, 4), some, strict=True):
-            ways[f"both, from {least} forced on"] = (decoder, drafts)
+        never, always = (WithGrammar(model, params, proposes_forced=one) for one in (False, True))
+        ways = {"one token after the other": (never, plain), "what is forced": (always, plain)}
+        ways |= {"drafts": (never, drafts), "both": (always, drafts)}
         told = timed(list(ways.values()), prompts, arguments.repeats)
         record["rows"].append(
             {"regime": regime, "ways": [{"name": n} | one for n, one in zip(ways, told, strict=True)]}

@@ -17,7 +17,6 @@ from layerskip import LayerSkipModel
 from layerskip import train as layerskip_train
 from layerskip.benchmark import memory
 from layerskip.decoding import loop
-from layerskip.drafters import forced
 from layerskip.rounds import likely_ids, sampling
 from studies.demo.corpus import Module
 from studies.engine import (
@@ -115,13 +114,13 @@ def test_draft_vocab_tells_shares_and_speeds(tmp_path: Path, capsys) -> None:
 @needs_kernels
 @pytest.mark.slow
 def test_grammar_tells_what_forced_text_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    own = loop.MOST_FORCED, forced.LEAST_FORCED
+    own = loop.MOST_FORCED
     monkeypatch.setattr(engine_grammar, "NEW_TOKENS", 40)
     monkeypatch.setattr(engine_grammar, "prompts_of", lambda model, file, count: [model.encode("def f(x):\n")] * count)
     out = tmp_path / "grammar.json"
     given = ["--study", str(siblings.DEMO), "--prompts", "2", "--bits", "8", "--gamma", "2", "--out", str(out)]
     assert engine_grammar.main(given) == 0
-    assert own == (loop.MOST_FORCED, forced.LEAST_FORCED)
+    assert own == loop.MOST_FORCED
     record = json.loads(out.read_text())
     assert [one["regime"] for one in record["rows"]] == list(engine_grammar.REGIMES)
     for one in record["rows"]:

@@ -225,8 +225,11 @@ def test_a_text_that_the_grammar_refuses_is_an_error_and_not_unmasked() -> None:
     tokens = GrammarTokens(model.tokenizer, model.vocab_size, sorted(model.eos_token_ids))
     state = tokens.state(Grammar.choice(["yes"]))
     state.begin(0)
+    scores = torch.zeros(1, model.vocab_size)
+    assert torch.equal(state.allow(scores, [7], None), scores)  # as of a draft
+    state.settle(1)
     with pytest.raises(RuntimeError, match="grammar: refuses token 7, which it allowed before"):
-        state.allow(torch.zeros(1, model.vocab_size), [7], None)
+        state.allow(scores, [7], None)
 
 
 @pytest.mark.parametrize(

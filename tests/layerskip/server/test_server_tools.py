@@ -123,6 +123,7 @@ def test_an_answer_has_to_call_where_asked_for(tokenizer: Any) -> None:
     """Calls are forced, so a random model calls, too."""
     names = ("weather", "time")
     parameters = {"type": "object", "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}}}
+    parameters["additionalProperties"] = False  # else a random model makes up names without end
     tools = [{"type": "function", "function": {"name": one, "parameters": parameters}} for one in names]
     marks = {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
     template = response_template(None, "qwen2") | {"start_anchor": "assistant"}  # type: ignore[operator]
