@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 
 from layerskip.config.strict_json import parse_json
-from layerskip.rounds.grammar import JSON_BLANKS, Grammar
 
 _THOUGHTS = ("reasoning_content", "thinking")
 """What templates call what a model says to itself."""
@@ -67,29 +65,6 @@ def read_template(file: Path) -> Mapping[str, Any]:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{file}: must be the JSON of a response template: {' '.join(str(error).split())}") from None
     return dict(template)
-
-
-def calls_alone(
-    template: Mapping[str, Any], tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, most_calls: int | None
-) -> Grammar | None:
-    """Of an answer that calls tools, as their schemas have it, and says nothing else; up to so many calls. None where
-    the template has calls that are not JSON between two marks."""
-    calls = template["fields"].get("tool_calls", {})
-    opening = re.fullmatch(r"(?:\\s\*)?(<\w+>)", calls.get("open_pattern", calls.get("open", "")))
-    ending, form = calls.get("close"), calls.get("transform", {}).get("function")
-    if opening is None or not isinstance(ending, str) or (calls.get("content"), form) != ("json", "{content}"):
-        return None
-    known = tokenizer.get_added_vocab()
-    first, last = (f"<[{known[mark]}]>" if mark in known else json.dumps(mark) for mark in (opening[1], ending))
-    calls_of, rules = list[str](), list[str]()
-    for i, one in enumerate(tools):
-        function = one["function"]
-        before = json.dumps(f'\n{{"name": {json.dumps(function["name"])}, "arguments": ')
-        calls_of.append(f'{before} arguments_{i} "}}\\n"')
-        rules.append(f"arguments_{i}: %json {json.dumps(JSON_BLANKS | function.get('parameters', {'type': 'object'}))}")
-    more = "" if most_calls == 1 else ' ("\\n" call)*'
-    start = [f"start: call{more}", f"call: {first} ({' | '.join(calls_of)}) {last}"]
-    return Grammar.lark("\n".join([*start, *rules]))
 
 
 class MessageParser:

@@ -111,7 +111,7 @@ class GrammarState:
         `drafted` (T - 1,). As they were are rows behind a drafted token that is not allowed, and rows in which nothing
         else is possible, of drafts among few token ids.
 
-        Raises: RuntimeError where what is settled of the text is not as the grammar has it: llguidance's own mistake.
+        Raises: RuntimeError where llguidance gives up, or what is settled of the text is not as it said.
         """
         text, more = list(context[self._start :]), [] if drafted is None else drafted.tolist()
         rows = np.ones((len(scores), scores.shape[1]), dtype=bool)
@@ -156,6 +156,8 @@ class GrammarState:
 
     def _allowed(self) -> Any:
         if self._matcher.is_stopped():
+            if self._matcher.is_error():  # beyond what llguidance takes upon itself
+                raise RuntimeError(f"grammar: {' '.join(self._matcher.get_error().split())[:300]}")
             return self._only_end
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool)

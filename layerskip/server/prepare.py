@@ -14,12 +14,13 @@ from layerskip.config.lossy_acceptance import lossy_label
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.engines.batch import Batch
-from layerskip.huggingface.messages import MessageParser, calls_alone, response_template
+from layerskip.huggingface.messages import MessageParser, response_template
 from layerskip.model import GenerationStream, LayerSkipModel
 from layerskip.rounds.grammar import Grammar
 from layerskip.server.errors import ApiError
 from layerskip.server.schemas import ChatRequest, CompletionRequest, GenerationFields
 from layerskip.server.settings import ServerSettings
+from layerskip.server.tool_calls import calls_alone
 from layerskip.server.worker import Event, Job
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -228,6 +228,11 @@ def test_a_text_that_the_grammar_refuses_is_an_error_and_not_unmasked() -> None:
     scores = torch.zeros(1, model.vocab_size)
     assert torch.equal(state.allow(scores, [7], None), scores)  # as of a draft
     state.settle(1)
+    broken = tokens.state(Grammar.choice(["yes"]))
+    broken.begin(0)
+    broken._matcher.consume_token(7)
+    with pytest.raises(RuntimeError, match=r"grammar: .+"):
+        broken.allow(scores, [], None)
     with pytest.raises(RuntimeError, match="grammar: refuses token 7, which it allowed before"):
         state.allow(scores, [7], None)
 

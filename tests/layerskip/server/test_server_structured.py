@@ -101,6 +101,25 @@ def test_what_is_no_format_is_refused(server: Serving, fields: dict[str, Any], m
         complete(server, **fields)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        {"regex": "(a|aa|aaa|b*)*" * 200},
+        {"grammar": 'start: a a a a\na: b b b b\nb: c c c c\nc: "x"* "y"* | a'},
+        {"json": '{"properties": {"a": ' * 60 + "{}" + "}}" * 60},
+        {"json": {"enum": [f"value {i}" for i in range(5000)]}},
+        {"choice": [f"option {i}" for i in range(5000)]},
+    ],
+)
+def test_a_format_that_is_dear_costs_its_own_request_alone(server: Serving, given: dict[str, Any]) -> None:
+    try:
+        assert complete(server, structured_outputs=given).finish_reason in ("stop", "length")
+    except openai.APIStatusError as error:
+        assert error.status_code in (400, 500)  # noqa: PT017 (either will do)
+    assert complete(server, structured_outputs={"choice": ["yes"]}).text == "yes"
+
+
 def test_a_format_and_tools_are_not_asked_for_together(server: Serving) -> None:
     tool = {"type": "function", "function": {"name": "read"}}
     with pytest.raises(openai.BadRequestError, match="must be one of these alone"):
