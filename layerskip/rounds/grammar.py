@@ -48,7 +48,7 @@ class Grammar:
         """The output is one of these texts. Raises: ValueError where there are none."""
         if isinstance(texts, str) or not texts or not all(isinstance(one, str) and one for one in texts):
             raise ValueError(f"grammar: a choice must be of texts, none of them empty, got {texts!r:.80}")
-        return cls.lark("start: " + " | ".join(map(json.dumps, texts)))
+        return cls.lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in texts))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:

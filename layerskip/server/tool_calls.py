@@ -16,9 +16,11 @@ def calls_alone(
     """Of an answer that calls tools, as their schemas have it, and says nothing else; up to so many calls. None where
     the template has calls that are not JSON between two marks."""
     calls = template["fields"].get("tool_calls", {})
-    opening = re.fullmatch(r"(?:\\s\*)?(<\w+>)", calls.get("open_pattern", calls.get("open", "")))
-    ending, form = calls.get("close"), calls.get("transform", {}).get("function")
-    if opening is None or not isinstance(ending, str) or (calls.get("content"), form) != ("json", "{content}"):
+    beginning, ending = calls.get("open_pattern", calls.get("open")), calls.get("close")
+    form = calls.get("content"), (calls.get("transform") or {}).get("function")
+    if not isinstance(beginning, str) or not isinstance(ending, str) or form != ("json", "{content}"):
+        return None
+    if (opening := re.fullmatch(r"(?:\\s\*)?(<\w+>)", beginning)) is None:
         return None
     known = tokenizer.get_added_vocab()
     first, last = (f"<[{known[mark]}]>" if mark in known else json.dumps(mark) for mark in (opening[1], ending))

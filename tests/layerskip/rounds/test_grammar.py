@@ -141,6 +141,12 @@ def test_what_is_forced_is_drafted_by_nobody() -> None:
     assert all_of_it == model.encode("x")[0]
 
 
+@pytest.mark.parametrize("text", [*CHOICES, 'back\\slash "quoted"\t', "é\u200b🚀🚀"])
+def test_a_choice_of_one_text_is_that_text(text: str) -> None:
+    for kind in KINDS:
+        assert target_of(kind).generate("Say: ", max_new_tokens=60, grammar=Grammar.choice([text])).text == text
+
+
 def test_drafts_that_the_grammar_forbids_are_not_verified() -> None:
     model = target_of("byte_level")
     grammar = Grammar.regex(r"The reader opens( the book){3}")

@@ -13,6 +13,7 @@ import pytest
 from layerskip import LayerSkipModel
 from layerskip.decoding.text_stream import TextStream
 from layerskip.huggingface.messages import response_template
+from layerskip.server.tool_calls import calls_alone
 from tests.layerskip import zoo
 from tests.layerskip.serving import MODEL_ID, Serving, serving, tiny_model
 
@@ -152,6 +153,21 @@ def test_an_answer_has_to_call_where_asked_for(tokenizer: Any) -> None:
                 named = {"type": "function", "function": {"name": "time"}}
                 (call,) = ask(running, tool_choice=named, seed=seed, **fields).choices[0].message.tool_calls
                 assert call.function.name == "time"
+
+
+def test_marks_of_several_kinds_are_not_forced(tokenizer: Any) -> None:
+    known: Any = response_template(None, "qwen2")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    assert calls_alone(known, tokenizer, tools, most_calls=1) is not None
+    for name, value in (
+        ("open_pattern", ["<a>", "<b>"]),
+        ("open_pattern", "<a>|<b>"),
+        ("close", None),
+        ("transform", None),
+    ):
+        fields = known["fields"] | {"tool_calls": known["fields"]["tool_calls"] | {name: value}}
+        assert calls_alone({"fields": fields}, tokenizer, tools, most_calls=1) is None
+    assert calls_alone({"fields": {}}, tokenizer, tools, most_calls=1) is None
 
 
 def test_a_model_whose_calls_are_no_json_cannot_be_made_to_call(tools_model: LayerSkipModel) -> None:
