@@ -12,7 +12,6 @@ import optuna
 
 from layerskip.config.decode_config import DecodeConfig, Provenance, near_path, write_atomically
 from layerskip.config.sampling_regime import Sampling
-from layerskip.config.strict_json import in_six_digits
 from search.storages.address import FROM_ENVIRONMENT, holds_secret, storage_argument
 from search.study.opening import now_utc
 from search.study.spec import StudyPaths, StudySpec, to_toml
@@ -67,8 +66,8 @@ def save_best(config: DecodeConfig, paths: StudyPaths) -> Path | None:
 
 
 def save_summary(summary: Mapping[str, Any], paths: StudyPaths) -> None:
-    """Write summary.json, in six digits. Numbers that are not finite become null: JSON knows none."""
-    write_atomically(paths.summary, json.dumps(finite(in_six_digits(summary)), indent=2, allow_nan=False) + "\n")
+    """Write summary.json. Numbers that are not finite become null: JSON knows none."""
+    write_atomically(paths.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
 
 def save_spec(spec: StudySpec, paths: StudyPaths) -> bool:
