@@ -18,7 +18,7 @@ MOST_FORCED = 32
 class ForcedDrafter:
     """The names of a JSON object's fields, say; else what another drafter proposes, as far as the grammar allows it.
 
-    What is forced is text, and a model may write it in other tokens; so it is verified like any draft.
+    What is forced is verified like any draft: its keys and values have to be computed anyway.
     """
 
     def __init__(self, grammar: GrammarState, other: Drafter | None, most: int = MOST_FORCED) -> None:

@@ -361,7 +361,7 @@ class ToolFunction(_Strict):
     parameters: dict[str, Any] | None = None
     """Their JSON schema."""
     strict: bool | None = None
-    """Accepted, but nothing makes the model keep to the schema."""
+    """Accepted; the schema binds where a call is required, and there in any case."""
 
 
 class Tool(_Strict):

@@ -18,7 +18,7 @@ from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding import loop
 from search.measure.decoder import Decoded, ModelDecoder
-from studies.engine.siblings import open_study, timed
+from studies.engine.siblings import open_study, timed, timed_cells
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.grammar"
@@ -77,11 +77,8 @@ def table(record: Mapping[str, Any]) -> str:
     rows = []
     for one in record["rows"]:
         for way in one["ways"]:
-            ends = way["speedup"]["interval"]
-            more = f"{way['speedup']['mean']:.2f}" + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
-            told = f"{way['num_identical']} of {way['num_outputs']}"
             length = f"{way['mean_accepted_length']:.2f}"
-            rows.append([f"{one['regime']}, {way['name']}", length, f"{way['tokens_per_s']:.1f}", more, told])
+            rows.append([f"{one['regime']}, {way['name']}", length, *timed_cells(way)])
     head = ("regime, way", "tokens a round", "tokens/s", "over one token after the other", "identical")
     return f"Drafts with {record['bits']} bits, gamma {record['gamma']}:\n\n" + markdown_table(head, rows)
 

@@ -26,7 +26,7 @@ from layerskip.config.sampling_regime import Sampling
 from layerskip.rounds import likely_ids
 from layerskip.rounds.sampling import seeded_sampler
 from search.measure.decoder import Decoded, ModelDecoder
-from studies.engine.siblings import open_study, timed
+from studies.engine.siblings import open_study, timed, timed_cells
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
 
 PROG = "studies.engine.sampling"
@@ -84,10 +84,7 @@ def table(record: Mapping[str, Any]) -> str:
     rows = []
     for one in record["rows"]:
         for way in one["ways"]:
-            ends = way["speedup"]["interval"]
-            more = f"{way['speedup']['mean']:.2f}" + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
-            told = f"{way['num_identical']} of {way['num_outputs']}"
-            rows.append([f"{one['regime']}, {way['name']}", f"{way['tokens_per_s']:.1f}", more, told])
+            rows.append([f"{one['regime']}, {way['name']}", *timed_cells(way)])
     text += f"\nDrafts with {record['bits']} bits, gamma {record['gamma']}, over our plain decoding:\n\n"
     return text + markdown_table(("sampling, way", "tokens/s", "over plain", "identical"), rows)
 

@@ -198,6 +198,14 @@ def _ratios(ratios: NDArray[np.float64]) -> dict[str, Any]:
     return {"mean": geometric_mean(by_prompt), "interval": ends, "raw": " ".join(f"{one:.4f}" for one in ratios.flat)}
 
 
+def timed_cells(way: Mapping[str, Any]) -> list[str]:
+    """Of one of `timed`'s ways the tokens a second, the speedup with its interval, and how many outputs are plain
+    decoding's."""
+    ends = way["speedup"]["interval"]
+    more = f"{way['speedup']['mean']:.2f}" + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
+    return [f"{way['tokens_per_s']:.1f}", more, f"{way['num_identical']} of {way['num_outputs']}"]
+
+
 def timed_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One drafter and number of siblings a row."""
     told = []
