@@ -1255,12 +1255,13 @@ struct Asked {
   bool apart;  // whether a part of the keys is one task
   std::vector<std::vector<int>> seen;
 
-  // group: queries of a key head, of each row. row and first_sum: of all texts', where this one's begin.
-  Asked(const Look& look, long group, long num_keys, int num_threads, long row, long first_sum)
+  // group: queries of a key head, of each row. all_queries: of all texts and key heads. row and first_sum: of all texts',
+  // where this one's begin.
+  Asked(const Look& look, long group, long num_keys, long all_queries, int num_threads, long row, long first_sum)
       : look(look), row(row), num_seen(look.place + look.count - look.first), num_queries(look.count * group),
         parts((num_seen + KEYS_OF_PART - 1) / KEYS_OF_PART), first_sum(first_sum), seen(look.visible ? look.count : 0) {
     // Several queries of a key head share one reading of it, yet no thread waits for another.
-    share = parts > 1 ? MOST_QUERIES : num_queries * num_keys / (2 * num_threads);
+    share = parts > 1 ? MOST_QUERIES : all_queries / (2 * num_threads);
     share = look.visible ? group : share < 1 ? 1 : share > MOST_QUERIES ? MOST_QUERIES : share;
     shares = (num_queries + share - 1) / share;
     apart = parts > 1 && num_keys * shares < 4 * num_threads;
@@ -1289,7 +1290,9 @@ void attention_rows(const Attention& part, const Rows& rows, const std::vector<L
   long num_rows = 0, num_sums = 0;
   for (const Look& look : looks) {
     int text = int(texts.size());
-    texts.emplace_back(look, group, part.num_keys, rows.num_threads, num_rows, num_sums);
+    texts.emplace_back(
+        look, group, part.num_keys, rows.count * part.num_queries, rows.num_threads, num_rows, num_sums
+    );
     for (long i = 0; i < part.num_keys * texts.back().tasks_of_key(); i++) tasks.emplace_back(text, i);
     std::fill_n(text_of.begin() + num_rows, look.count, text);
     num_rows += look.count, num_sums += part.num_keys * texts.back().sums_of_key();
