@@ -12,6 +12,7 @@ import math
 import torch
 
 from layerskip.config.sampling_params import SamplingParams
+from layerskip.rounds.rows import row_kernels
 
 _LARGE = 1 << 13
 """Ids from which on that is worth it."""
@@ -32,14 +33,11 @@ def check_possible(ids: torch.Tensor) -> None:
         raise ValueError("logits: no token is possible, they are NaN: look at the model's weights and number format")
 
 
-def only(row: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A row (V,) in which these ids (n,) alone are possible."""
-    return torch.full_like(row, -math.inf).index_copy_(0, ids, row[ids])
-
-
 def likeliest_ids(row: torch.Tensor, count: int) -> torch.Tensor:
     """(n,) int64, ascending: of a row (V,) the `count` likeliest ids, and those as likely as the last of them; perhaps
     some more, and fewer where no more are possible."""
+    if (kernels := row_kernels()) is not None:
+        return kernels.likeliest(row, count, -math.inf)
     highest = _highest(row)
     if count >= len(highest):
         return _where(row > -math.inf)
@@ -49,6 +47,8 @@ def likeliest_ids(row: torch.Tensor, count: int) -> torch.Tensor:
 
 def ids_at_least(row: torch.Tensor, least: float) -> torch.Tensor:
     """(n,) int64, ascending: of a row (V,) the possible ids whose logits are no smaller."""
+    if (kernels := row_kernels()) is not None:
+        return kernels.likeliest(row, len(row), least)
     return _at_least(row, _highest(row), least)
 
 
@@ -74,17 +74,32 @@ def _at_least(row: torch.Tensor, highest: torch.Tensor, least: float) -> torch.T
     return ids[row[ids] >= least]
 
 
-def possible_ids(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """(n,) int64, ascending: those ids of a row (V,), at its temperature already, that `top_k`, `top_p` and `min_p`
-    leave, as `generate` has it; up to rounding where a probability is compared, and of equally likely ids at the edge
-    of `top_p` the later ones, where it leaves that open."""
-    if params.top_k:
-        ids = likeliest_ids(row, params.top_k)
+def shape_row(logits: torch.Tensor, params: SamplingParams, row: torch.Tensor) -> torch.Tensor:
+    """(n,) int64, ascending: those ids of logits (V,) that `top_k`, `top_p` and `min_p` leave, as `generate` has it; up
+    to rounding where a probability is compared, and of equally likely ids at the edge of `top_p` the later ones, where
+    it leaves that open. In `row` (V,), to which the logits at their temperature go, they alone are possible."""
+    kernels, likeliest = row_kernels(), None
+    if kernels is not None and params.top_k:
+        likeliest = kernels.likeliest(logits, params.top_k, -math.inf, params.temperature, row)
+    else:
+        torch.div(logits, params.temperature, out=row)
+        if params.top_k:
+            likeliest = likeliest_ids(row, params.top_k)
+    ids = _possible(row, params, likeliest)
+    if kernels is not None:
+        kernels.leave_only(row, ids)
+    else:
+        own = row[ids]
+        row.fill_(-math.inf).index_copy_(0, ids, own)
+    return ids
+
+
+def _possible(row: torch.Tensor, params: SamplingParams, ids: torch.Tensor | None) -> torch.Tensor:
+    """ids: with a `top_k` those that it leaves are among them."""
+    if ids is not None:
         check_possible(ids)
         own = row[ids]
         ids = ids[own >= own.topk(min(params.top_k, len(own))).values[-1]]
-    else:
-        ids = None
     if params.top_p < 1.0:
         ids = _nucleus(row, params.top_p) if ids is None else ids[_first_of(row[ids], params.top_p)]
     if params.min_p > 0.0:

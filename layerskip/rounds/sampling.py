@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from transformers.generation.logits_process import (
@@ -18,7 +18,8 @@ from transformers.generation.logits_process import (
 
 from layerskip.config.sampling_params import SamplingParams as SamplingParams
 from layerskip.rounds.grammar import GrammarState
-from layerskip.rounds.likely_ids import check_possible, ids_at_least, is_large, likeliest_ids, only, possible_ids
+from layerskip.rounds.likely_ids import check_possible, ids_at_least, is_large, likeliest_ids, shape_row
+from layerskip.rounds.rows import RowKernels, row_kernels
 
 
 class Sampler:
@@ -28,7 +29,7 @@ class Sampler:
     with the largest probability / e. Whoever draws for a place, draft or target, uses the same noise, so a draft close
     to the target mostly says what the target will say, and the output does not depend on the draft at all: it is what
     `torch.multinomial` draws one token after another from the same generator, and so what `generate` samples; on a CPU
-    up to which ids of a large vocabulary are left at the edge of `top_p`, see `possible_ids`.
+    up to which ids of a large vocabulary are left at the edge of `top_p`, see `shape_row`.
     Ref: Gumbel coupling, Daliri, Musco and Suresh 2024 (2408.07978).
 
     `generator` must live on the logits' device; None uses that device's default one, as `generate` does. Cost of a
@@ -71,11 +72,10 @@ class Sampler:
 
     def _warped(self, scores: torch.Tensor) -> torch.Tensor:
         if self._cuts and is_large(scores):
-            scores = scores if self.params.temperature == 1.0 else scores / self.params.temperature
-            left = [possible_ids(row, self.params) for row in scores]
-            scores = torch.stack([only(row, ids) for row, ids in zip(scores, left, strict=True)])
-            self._left = (scores, left)
-            return scores
+            shaped = torch.empty_like(scores)
+            left = [shape_row(row, self.params, own) for row, own in zip(scores, shaped, strict=True)]
+            self._left = (shaped, left)
+            return shaped
         for warper in self._warpers:
             # The ids are not read by these warpers; the penalty is the only one that looks at the text.
             scores = warper(None, scores)
@@ -241,7 +241,7 @@ class PlaceNoise:
     @property
     def nbytes(self) -> int:
         """Of the rows held."""
-        return sum(row.drawn.nbytes for row in self._rows)
+        return sum(row.nbytes for row in self._rows)
 
     def begin(self, place: int) -> None:
         """Rows from this place on are wanted; those of an earlier text are dropped."""
@@ -263,7 +263,7 @@ class PlaceNoise:
         start = place - self._first
         while len(self._rows) < start + count:
             self._states.append(None if generator is None else generator.get_state())
-            self._rows.append(_Row.of(vocab_size, device, generator))
+            self._rows.append(_drawn_row(vocab_size, device, generator))
         return self._rows[start : start + count]
 
     def settle(self, place: int) -> None:
@@ -276,47 +276,98 @@ class PlaceNoise:
         """Take back the rows from this place on, unless somebody else has drawn from the generator since."""
         self.settle(place)
         if self._rows:
-            last = self._rows[-1].drawn
+            last = self._rows[-1]
             generator = _generator_of(last.device) if self._generator is None else self._generator
             if generator is not None and self._states[0] is not None:
                 now = generator.get_state()
                 generator.set_state(self._states[0])
                 for _ in self._rows:
-                    _Row.of(last.shape[1], last.device, generator)
+                    _drawn_row(last.count, last.device, generator)
                 is_ours = torch.equal(generator.get_state(), now)
                 generator.set_state(self._states[0] if is_ours else now)
         self.begin(place)
 
 
-@dataclass
-class _Row:
-    """What `exponential_` draws, (1, V)."""
+class _Row(Protocol):
+    """What `exponential_` draws for a place, (1, V)."""
 
-    drawn: torch.Tensor
-    is_uniform: bool
-    """On a CPU torch takes the logarithms of uniform numbers one after another: here of those wanted alone, and of
-    several at a time."""
+    count: int
+    """V."""
+    device: torch.device
 
-    @classmethod
-    def of(cls, count: int, device: torch.device, generator: torch.Generator | None) -> _Row:
-        if device.type == "cpu" and _are_logarithms():
-            return cls(torch.empty(1, count, dtype=torch.float64).uniform_(generator=generator), is_uniform=True)
-        return cls(torch.empty(1, count, device=device).exponential_(generator=generator), is_uniform=False)
+    @property
+    def nbytes(self) -> int: ...
 
     def all(self) -> torch.Tensor:
-        if self.is_uniform:
-            self.drawn, self.is_uniform = _logarithms(self.drawn), False
-        return self.drawn
+        """(1, V)."""
 
     def at(self, ids: torch.Tensor | slice) -> torch.Tensor:
         """(1, n)."""
-        some = self.drawn[:, ids]
-        return _logarithms(some) if self.is_uniform else some
 
     def below(self, exponent: float) -> torch.Tensor:
         """(n,) int64: the token ids whose numbers are smaller than e to this, and perhaps a few more."""
-        limit = 1.001 * math.exp(min(exponent, _MOST_NOISE))
-        return (self.drawn[0] < (-math.expm1(-limit) if self.is_uniform else limit)).nonzero().squeeze(-1)
+
+
+class _DrawnRow:
+    """Drawn, and kept."""
+
+    def __init__(self, count: int, device: torch.device, generator: torch.Generator | None) -> None:
+        self.count, self.device = count, device
+        self._drawn = torch.empty(1, count, device=device).exponential_(generator=generator)
+
+    @property
+    def nbytes(self) -> int:
+        return self._drawn.nbytes
+
+    def all(self) -> torch.Tensor:
+        return self._drawn
+
+    def at(self, ids: torch.Tensor | slice) -> torch.Tensor:
+        return self._drawn[:, ids]
+
+    def below(self, exponent: float) -> torch.Tensor:
+        return (self._drawn[0] < _limit(exponent)).nonzero().squeeze(-1)
+
+
+class _ForeseenRow:
+    """The generator's state before they are drawn: on a CPU they are logarithms of uniform numbers, of which those that
+    are wanted are computed where they are."""
+
+    def __init__(self, count: int, generator: torch.Generator, kernels: RowKernels) -> None:
+        self.count, self.device, self._kernels = count, torch.device("cpu"), kernels
+        self._state = generator.get_state()
+        after = self._state.clone()
+        kernels.skip(after, count)
+        generator.set_state(after)
+
+    @property
+    def nbytes(self) -> int:
+        return self._state.nbytes
+
+    def all(self) -> torch.Tensor:
+        return _logarithms(self._kernels.uniform(self._state, self.count)).unsqueeze(0)
+
+    def at(self, ids: torch.Tensor | slice) -> torch.Tensor:
+        if isinstance(ids, slice):
+            uniform = self._kernels.uniform(self._state, len(range(self.count)[: ids.stop]))[ids]
+        else:
+            uniform = self._kernels.uniform_at(self._state, ids)
+        return _logarithms(uniform).unsqueeze(0)
+
+    def below(self, exponent: float) -> torch.Tensor:
+        uniform = self._kernels.uniform(self._state, self.count)
+        return (uniform < -math.expm1(-_limit(exponent))).nonzero().squeeze(-1)
+
+
+def _drawn_row(count: int, device: torch.device, generator: torch.Generator | None) -> _Row:
+    kernels = row_kernels() if device.type == "cpu" and generator is not None and _are_logarithms() else None
+    if kernels is None or generator is None:
+        return _DrawnRow(count, device, generator)
+    return _ForeseenRow(count, generator, kernels)
+
+
+def _limit(exponent: float) -> float:
+    return 1.001 * math.exp(min(exponent, _MOST_NOISE))
 
 
 def _contenders(shaped: torch.Tensor, noise: _Row, count: int) -> torch.Tensor:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
-LOG = logging.getLogger(__name__)
+from layerskip.compiled import FLAGS, load_compiled
 
-SWITCH = "LAYERSKIP_KERNELS"
-"""Environment variable; 0 leaves the kernels out."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ["-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w"]
-_MOST_COMPILE_S = 120
+_FLAGS = FLAGS
 
 
 class Matrix(ctypes.Structure):
@@ -199,62 +188,10 @@ class Layer(ctypes.Structure):
 
 @cache
 def load_kernels() -> ctypes.CDLL | str:
-    """The library, or in a few words why there is none.
-
-    Cost: a compilation of some seconds when a machine does it for the first time; it is kept in the user's cache.
-    """
-    if os.environ.get(SWITCH) == "0":
-        return f"switched off by {SWITCH}=0"
-    if platform.machine() != "x86_64" or platform.system() != "Linux":
-        return f"not for {platform.system()} on {platform.machine()}"
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    if compiler is None:
-        return "no C++ compiler (g++ or clang++)"
-    try:
-        library = ctypes.CDLL(str(_compiled([compiler, *_FLAGS])))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        lines = str(output).strip().splitlines() or ["?"]
-        return f"compiling them failed: {next((line for line in lines if 'error' in line), lines[0])}"
-    for name in ("layerskip_attention", "layerskip_mlp", "layerskip_experts", "layerskip_linear"):
-        getattr(library, name).restype = None
-    library.layerskip_roll_back.restype = ctypes.c_bool
+    """See `load_compiled`."""
+    library = load_compiled(SOURCE, _FLAGS)
+    if not isinstance(library, str):
+        for name in ("layerskip_attention", "layerskip_mlp", "layerskip_experts", "layerskip_linear"):
+            getattr(library, name).restype = None
+        library.layerskip_roll_back.restype = ctypes.c_bool
     return library
-
-
-def _compiled(command: list[str]) -> Path:
-    """The library's file, made unless it is there. Raises: OSError or SubprocessError."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-    made_of = (SOURCE.read_text(encoding="utf-8"), version, " ".join(command), _cpu())
-    name = f"kernels-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerskip"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder):
-            pass
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="layerskip-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / name
-    if not path.is_file():
-        LOG.info("compiling kernels for this CPU")
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
-            subprocess.run(
-                [*command, str(SOURCE), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=_MOST_COMPILE_S,
-            )
-            made.replace(path)
-    return path
-
-
-def _cpu() -> str:
-    """What this CPU can do: a home directory may be another machine's, too."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({one for one in lines if one.startswith(("flags", "Features", "model name"))}))

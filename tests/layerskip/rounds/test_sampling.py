@@ -19,7 +19,7 @@ import layerskip.decoding.loop
 from layerskip import DecodeConfig, DecodeStats, LayerSkipModel, SkipMask
 from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.huggingface.kv_cache import SharedLengthCache
-from layerskip.rounds import sampling
+from layerskip.rounds import likely_ids, sampling
 from layerskip.rounds.sampling import Sampler, SamplingParams, seeded_sampler, top_probability
 from layerskip.rounds.verifier import Verdict
 from tests.layerskip import zoo
@@ -328,6 +328,16 @@ def test_logits_are_shaped_as_generate_does(arguments: dict[str, Any]) -> None:
     torch.testing.assert_close(at_once, torch.cat(out.scores))
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def ways_of_large_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels where they are compiled, and by torch's operations."""
+    if request.param == "torch":
+        for module in (likely_ids, sampling):
+            monkeypatch.setattr(module, "row_kernels", lambda: None)
+    elif likely_ids.row_kernels() is None:
+        pytest.skip("no kernels here")
+
+
 LARGE = 20_011
 """A vocabulary of which no more is sorted than must be."""
 CUTS = [
@@ -354,6 +364,7 @@ def large_rows(seed: int) -> torch.Tensor:
     return rows
 
 
+@pytest.mark.usefixtures("ways_of_large_rows")
 @pytest.mark.parametrize("params", CUTS, ids=lambda one: f"t{one.temperature}_k{one.top_k}_p{one.top_p}_m{one.min_p}")
 def test_of_a_large_vocabulary_the_same_ids_are_left_and_the_same_tokens_drawn(params: SamplingParams) -> None:
     for seed in range(4):
@@ -376,6 +387,7 @@ def test_of_a_large_vocabulary_the_same_ids_are_left_and_the_same_tokens_drawn(p
         assert siblings.tolist() == sampling.next_best(ours, noise, chosen, 3).tolist()
 
 
+@pytest.mark.usefixtures("ways_of_large_rows")
 def test_of_a_large_vocabulary_an_id_far_behind_is_drawn_as_often_as_it_should_be() -> None:
     """It is not among those that are looked at first: their noise alone tells that it comes before them."""
     row = torch.full((1, LARGE), -9.0)
@@ -391,6 +403,7 @@ def test_of_a_large_vocabulary_an_id_far_behind_is_drawn_as_often_as_it_should_b
     assert 0.2 < exact < 0.35  # so most are ids far behind
 
 
+@pytest.mark.usefixtures("ways_of_large_rows")
 @pytest.mark.parametrize("params", CUTS, ids=lambda one: f"t{one.temperature}_k{one.top_k}_p{one.top_p}_m{one.min_p}")
 def test_logits_that_are_no_numbers_are_named(params: SamplingParams) -> None:
     sampler = seeded_sampler(params, 0, torch.device("cpu"))
@@ -400,6 +413,7 @@ def test_logits_that_are_no_numbers_are_named(params: SamplingParams) -> None:
         sampler.choose(sampler.shape(row, [1]), 0)
 
 
+@pytest.mark.usefixtures("ways_of_large_rows")
 def test_greedy_siblings_of_a_large_vocabulary_are_the_next_best() -> None:
     rows, sampler = large_rows(0)[:3], Sampler(SamplingParams())
     rows += torch.rand_like(rows) / 100  # of equal ones either may come first
@@ -590,6 +604,7 @@ def test_shaped_reference_by_hand() -> None:
     assert set(exact) == set(itertools.product(range(4), repeat=2))
 
 
+@pytest.mark.usefixtures("ways_of_large_rows")
 @pytest.mark.parametrize("are_logarithms", [True, False])
 def test_noise_is_what_torch_draws(are_logarithms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own function and by the quicker way, of which it must know that it is the same."""
