@@ -29,7 +29,7 @@ PROG = "layerskip.serve"
 _EXTRA = ("starlette", "uvicorn", "prometheus_client")
 _DEFAULT_CONTEXT = 8192
 _DEFAULT_NEW_TOKENS = 4096
-_DEFAULT_BATCH = 8
+_DEFAULT_BATCH = 16
 
 
 def build_parser() -> OneLineParser:

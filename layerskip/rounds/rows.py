@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from layerskip.compiled import FLAGS, load_compiled
+from layerskip.cpp_library import FLAGS, load_cpp
 
 _SOURCE = Path(__file__).with_name("rows.cpp")
 
@@ -73,7 +73,7 @@ class RowKernels:
 @cache
 def row_kernels() -> RowKernels | None:
     """None where there is no compiler, or this torch draws otherwise."""
-    library = load_compiled(_SOURCE, FLAGS, ctypes.PyDLL)
+    library = load_cpp(_SOURCE, FLAGS, ctypes.PyDLL)
     if isinstance(library, str):
         return None
     library.layerskip_likeliest.restype = ctypes.c_long

@@ -46,7 +46,7 @@ class Subject:
             return [*_vllm(self, port), *(["--speculative-config", json.dumps(_NGRAMS)] if name == VLLM_NGRAMS else [])]
         own = ["--config", str(self.config)] if name == OURS else ["--model", self.model]
         # What was asked before would be known again, as every repeat asks the same.
-        own += ["--prefix-cache", "0", "--store-tokens", "0", "--no-access-log", "--max-context", str(_MAX_CONTEXT)]
+        own += ["--prefix-cache", "0", "--store-tokens", "0", "--no-access-log"]
         own += ["--threads", str(self.num_threads), "--max-batch-size", str(at_once), "--port", str(port)]
         return [sys.executable, "-m", "layerskip.serve", *own, "--device", "cpu", "--dtype", self.dtype]
 

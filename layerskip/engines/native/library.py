@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-from layerskip.compiled import FLAGS, load_compiled
+from layerskip.cpp_library import FLAGS, load_cpp
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = FLAGS
@@ -188,8 +188,8 @@ class Layer(ctypes.Structure):
 
 @cache
 def load_kernels() -> ctypes.CDLL | str:
-    """See `load_compiled`."""
-    library = load_compiled(SOURCE, _FLAGS)
+    """See `load_cpp`."""
+    library = load_cpp(SOURCE, _FLAGS)
     if not isinstance(library, str):
         for name in ("layerskip_attention", "layerskip_mlp", "layerskip_experts", "layerskip_linear"):
             getattr(library, name).restype = None

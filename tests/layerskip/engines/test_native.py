@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import DecodeConfig, LayerSkipModel, SkipMask, compiled
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask, cpp_library
 from layerskip.engines.eager import EagerEngine
 from layerskip.engines.fused import FusedEngine
 from layerskip.engines.lean.layers import Attention, FinishedLinear, Mlp
@@ -374,12 +374,12 @@ class TestWhereThereAreNone:
         return refusal
 
     def test_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(compiled.SWITCH, "0")
+        monkeypatch.setenv(cpp_library.SWITCH, "0")
         assert self.refusal() == "switched off by LAYERSKIP_KERNELS=0"
 
     def test_no_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.delenv(compiled.SWITCH, raising=False)
+        monkeypatch.delenv(cpp_library.SWITCH, raising=False)
         monkeypatch.setenv("PATH", "")
         assert self.refusal() == "no C++ compiler (g++ or clang++)"
 
@@ -390,7 +390,7 @@ class TestWhereThereAreNone:
         assert not list(fresh.iterdir())
 
     def test_another_system(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv(compiled.SWITCH, raising=False)
+        monkeypatch.delenv(cpp_library.SWITCH, raising=False)
         monkeypatch.setattr("platform.system", lambda: "Darwin")
         assert self.refusal().startswith("not for Darwin on ")
 

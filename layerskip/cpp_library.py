@@ -22,7 +22,7 @@ FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp
 _MOST_COMPILE_S = 120
 
 
-def load_compiled(source: Path, flags: Sequence[str], kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | str:
+def load_cpp(source: Path, flags: Sequence[str], kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | str:
     """The library of a source, or in a few words why there is none. kind: ctypes.PyDLL where calls are so short that
     they keep Python's lock.
 
