@@ -12,7 +12,7 @@ import math
 import torch
 
 from layerskip.config.sampling_params import SamplingParams
-from layerskip.rounds.rows import row_kernels
+from layerskip.rounds.rows import RowKernels, row_kernels
 
 _LARGE = 1 << 13
 """Ids from which on that is worth it."""
@@ -33,10 +33,14 @@ def check_possible(ids: torch.Tensor) -> None:
         raise ValueError("logits: no token is possible, they are NaN: look at the model's weights and number format")
 
 
+def _kernels_for(row: torch.Tensor) -> RowKernels | None:
+    return row_kernels() if row.dtype == torch.float32 and row.is_contiguous() else None
+
+
 def likeliest_ids(row: torch.Tensor, count: int) -> torch.Tensor:
     """(n,) int64, ascending: of a row (V,) the `count` likeliest ids, and those as likely as the last of them; perhaps
     some more, and fewer where no more are possible."""
-    if (kernels := row_kernels()) is not None:
+    if (kernels := _kernels_for(row)) is not None:
         return kernels.likeliest(row, count, -math.inf)
     highest = _highest(row)
     if count >= len(highest):
@@ -47,7 +51,7 @@ def likeliest_ids(row: torch.Tensor, count: int) -> torch.Tensor:
 
 def ids_at_least(row: torch.Tensor, least: float) -> torch.Tensor:
     """(n,) int64, ascending: of a row (V,) the possible ids whose logits are no smaller."""
-    if (kernels := row_kernels()) is not None:
+    if (kernels := _kernels_for(row)) is not None:
         return kernels.likeliest(row, len(row), least)
     return _at_least(row, _highest(row), least)
 
@@ -78,7 +82,7 @@ def shape_row(logits: torch.Tensor, params: SamplingParams, row: torch.Tensor) -
     """(n,) int64, ascending: those ids of logits (V,) that `top_k`, `top_p` and `min_p` leave, as `generate` has it; up
     to rounding where a probability is compared, and of equally likely ids at the edge of `top_p` the later ones, where
     it leaves that open. In `row` (V,), to which the logits at their temperature go, they alone are possible."""
-    kernels, likeliest = row_kernels(), None
+    kernels, likeliest = _kernels_for(logits), None
     if kernels is not None and params.top_k:
         likeliest = kernels.likeliest(logits, params.top_k, -math.inf, params.temperature, row)
     else:

@@ -339,13 +339,16 @@ class _ForeseenRow:
         after = self._state.clone()
         kernels.skip(after, count)
         generator.set_state(after)
+        self._whole: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._state.nbytes
+        return self._state.nbytes + (0 if self._whole is None else self._whole.nbytes)
 
     def all(self) -> torch.Tensor:
-        return _logarithms(self._kernels.uniform(self._state, self.count)).unsqueeze(0)
+        if self._whole is None:
+            self._whole = _logarithms(self._kernels.uniform(self._state, self.count)).unsqueeze(0)
+        return self._whole
 
     def at(self, ids: torch.Tensor | slice) -> torch.Tensor:
         if isinstance(ids, slice):

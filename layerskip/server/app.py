@@ -22,6 +22,7 @@ from layerskip.config.decode_config import DecodeConfig
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.rows import row_kernels
 from layerskip.server.answers import AnswerFormat, ChatShape, CompletionShape
 from layerskip.server.errors import ApiError
 from layerskip.server.metrics import ServerMetrics
@@ -91,6 +92,7 @@ def _warm_up(model: LayerSkipModel) -> None:
     torch.set_num_threads(torch.get_num_threads())
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)
+    row_kernels()  # which are compiled when a machine draws its first token
     arguments: dict[str, Any] = {"max_new_tokens": _WARM_UP_TOKENS, "eos_token_id": [], "stop_strings": []}
     model.generate([0], **arguments)
     for sampling in model.config.samplings if model.config.regimes is not None else ():

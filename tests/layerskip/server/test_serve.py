@@ -227,7 +227,7 @@ def test_it_says_how_many_are_decoded_at_once_and_when_none_drafts(invariant: bo
         return [line.removeprefix("batch     ") for line in lines if line.startswith("batch")]
 
     ties = "" if invariant else "; how many they are may flip near-ties, of seeded ones too"
-    up_to, none = "up to 16 requests decoded at once", "none drafts"
+    up_to, none = "up to 8 requests decoded at once", "none drafts"
     assert said(4, max_batch_size=8) == [f"{up_to}; while they are more than 4 {none}{ties}"]
     assert said(None, max_batch_size=8) == [f"{up_to}; while they are more than 2 {none}{ties}"]
     assert said(4, max_batch_size=8, max_drafting=0) == [f"{up_to}; while they are more than 0 {none}{ties}"]
