@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from layerskip.command_line.cli import OneLineParser, quiet_libraries, run_command
@@ -78,3 +79,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The first column on the left, the others on the right."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median, lowest and highest of the repeats."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"

@@ -92,7 +92,8 @@ def _warm_up(model: LayerSkipModel) -> None:
     torch.set_num_threads(torch.get_num_threads())
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)
-    row_kernels()  # which are compiled when a machine draws its first token
+    if model.device.type == "cpu":
+        row_kernels()  # which are compiled when a machine draws its first token
     arguments: dict[str, Any] = {"max_new_tokens": _WARM_UP_TOKENS, "eos_token_id": [], "stop_strings": []}
     model.generate([0], **arguments)
     for sampling in model.config.samplings if model.config.regimes is not None else ():

@@ -11,7 +11,6 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from layerskip.config.sampling_regime import Sampling
 from layerskip.engines.batch import Batch
 from search.study.prompts import encode_prompts, load_prompts
 from search.study.spec import load_spec
-from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say, spread
 
 PROG = "studies.engine.batches"
 PLAIN, DRAFTING, HUGGING_FACE = "plain", "each drafts", "generate, padded"
@@ -142,8 +141,8 @@ def table(record: Mapping[str, Any]) -> str:
         for (size, way), one in by_way.items():
             rates = one["tokens_per_s"]
             same = "" if way == HUGGING_FACE else f"{one['num_identical']} of {record['num_prompts']}"
-            times = [_spread([rate / base for rate, base in zip(rates, bases, strict=True)], 2) for bases in alone]
-            rows.append([f"{regime['regime']}, {size} at once, {way}", _spread(rates, 1), *times, same])
+            times = [spread([rate / base for rate, base in zip(rates, bases, strict=True)], 2) for bases in alone]
+            rows.append([f"{regime['regime']}, {size} at once, {way}", spread(rates, 1), *times, same])
     header = ("text, way", "tokens/s", "times plain alone", "times drafting alone", "identical")
     held_up = [
         [str(one["piece"]), *(f"{1000 * one[name]:.0f}" for name in ("usual_s", "longest_s", "first_token_s"))]
@@ -152,11 +151,6 @@ def table(record: Mapping[str, Any]) -> str:
     columns = ("tokens of a piece", "a token, ms", "the longest, ms", "to the other's first, ms")
     text = f"A text beside which a prompt of {_LONG} tokens is computed:"
     return f"{markdown_table(header, rows)}\n{text}\n\n{markdown_table(columns, held_up)}"
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    """Median, lowest and highest of the repeats."""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
 def build_parser() -> OneLineParser:

@@ -12,14 +12,13 @@ import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from layerskip import DecodeConfig
 from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.model import resolve_model_path
 from layerskip.prompts import Prompt, read_prompts
-from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say, spread
 from studies.serving.requests import Endpoint, Load, load
 from studies.serving.servers import OURS, PLAIN, VLLM, VLLM_NGRAMS, Subject, running
 
@@ -62,12 +61,12 @@ def table(record: Mapping[str, Any]) -> str:
             base = next(one for one in regime["cells"] if one["at_once"] == cell["at_once"])
             rates = [one["tokens_per_s"] for one in cell["repeats"]]
             ours = [one["tokens_per_s"] for one in base["repeats"]]
-            times = "" if cell is base else _spread([own / other for own, other in zip(ours, rates, strict=True)], 2)
-            waits = [_spread([1000 * one[name] for one in cell["repeats"]], 0) for name in ("first_s", "token_s")]
+            times = "" if cell is base else spread([own / other for own, other in zip(ours, rates, strict=True)], 2)
+            waits = [spread([1000 * one[name] for one in cell["repeats"]], 0) for name in ("first_s", "token_s")]
             same = f"{cell['num_same']} of {regime['num_prompts'][str(cell['at_once'])]}"
             same = same if regime["temperature"] == 0.0 else ""
             name = f"{_regime(regime['temperature'])}, {cell['at_once']} at once: {cell['server']}"
-            rows.append([name, _spread(rates, 1), times, *waits, same])
+            rows.append([name, spread(rates, 1), times, *waits, same])
     first = record["regimes"][0]["cells"][0]["server"]
     header = ("", "tokens/s", f"{first} over it", "to the first token, ms", "a token, ms", f"texts of {first}")
     return markdown_table(header, rows)
@@ -75,11 +74,6 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _regime(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"at {temperature:g}"
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    """Median, lowest and highest of the repeats."""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
 
 def build_parser() -> OneLineParser:
@@ -113,6 +107,11 @@ def _run(arguments: argparse.Namespace) -> int:
     others = dict(_named(one) for one in arguments.server)
     if not arguments.servers and not others:
         raise ValueError("--servers: there is nobody to ask, name one of them, or one that runs with --server")
+    names = [*arguments.servers, *(_named(one)[0] for one in arguments.server)]
+    if (twice := next((one for one in names if names.count(one) > 1), None)) is not None:
+        raise ValueError(f"--servers: must have a name each, {twice!r} is there twice")
+    if arguments.vllm is not None and not arguments.vllm.is_file():
+        raise ValueError(f"--vllm: must be a Python, no such file: {arguments.vllm}")
     prompts = read_prompts(arguments.prompts or arguments.config.parent / "held_out.jsonl")
     most = max(arguments.at_once)
     config = DecodeConfig.load(arguments.config)
@@ -140,6 +139,8 @@ def _subject(arguments: argparse.Namespace, config: DecodeConfig) -> Subject:
     provenance = config.provenance
     if provenance is None or provenance.num_threads is None:
         raise ValueError(f"--config: must name its model and threads, {arguments.config} does not")
+    if provenance.quantization is not None:
+        raise ValueError(f"--config: must be of whole weights, which all servers have, got {provenance.quantization}")
     model = resolve_model_path(provenance.model, arguments.config)
     return Subject(arguments.config, model, provenance.dtype, provenance.num_threads, arguments.vllm)
 

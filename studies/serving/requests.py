@@ -102,6 +102,8 @@ def ask(server: Endpoint, prompt: Prompt, options: Mapping[str, Any]) -> Answer:
             raise ValueError(f"{server.name}: answered {response.status}, {response.read()[:300]!r}")
         for line in response:
             arrived.append((time.perf_counter() - start, line))
+    except http.client.HTTPException as error:
+        raise ValueError(f"{server.name}: its answer broke off: {error!r}") from error
     finally:
         connection.close()
     return _read(server.name, arrived)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerskip.command_line.cli import CommandError
 from studies.serving.requests import Endpoint
 
 OURS, PLAIN, VLLM, VLLM_NGRAMS = "ours", "ours, plain", "vLLM", "vLLM, n-grams"
@@ -21,7 +22,7 @@ _START_S = 900.0
 """vLLM compiles for a minute or two."""
 _NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _COMPILED = {"mode": 3, "backend": "inductor"}
-"""vLLM's own choice on a CPU where Triton knows CPUs; without it this is 1.1 times as fast as its default."""
+"""vLLM's own choice where Triton knows CPUs; elsewhere it would compile nothing."""
 _KEYS_BYTES = 1 << 30
 _MAX_CONTEXT = 2048
 
@@ -75,7 +76,7 @@ def _vllm(subject: Subject, port: int) -> list[str]:
 def running(subject: Subject, names: Sequence[str], at_once: int, logs: Path) -> Iterator[list[Endpoint]]:
     """All of these, until the end of the context; what they print goes to files in `logs`.
 
-    Raises: RuntimeError where one of them ends or does not answer in time, with the last it said.
+    Raises: CommandError where one of them ends or does not answer in time, with the last it said.
     """
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -102,7 +103,7 @@ def _ready(name: str, port: int, process: subprocess.Popen[bytes], log: Path) ->
         except OSError:
             time.sleep(0.5)
     said = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
-    raise RuntimeError(f"{name}: did not start: {said[:600]}")
+    raise CommandError(f"{name}: did not start: {said[:600]}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -89,6 +89,12 @@ def test_a_run_on_the_demo_from_the_command_line(tmp_path: Path, capsys: pytest.
         (["--at-once", "0"], "--at-once: must be at least 1, got 0"),
         (["--server", "nobody"], "--server: must be NAME=URL, got 'nobody'"),
         (["--servers"], "--servers: there is nobody to ask"),
+        (["--server", "ours=http://127.0.0.1:1"], "--servers: must have a name each, 'ours' is there twice"),
+        (["--vllm", "/no/such/python"], "--vllm: must be a Python, no such file: /no/such/python"),
+        (
+            ["--config", "studies/smollm2/int8/best.json", "--prompts", "studies/smollm2/held_out.jsonl"],
+            "--config: must be of whole weights, which all servers have, got int8",
+        ),
     ],
 )
 def test_bad_arguments_are_named(more: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
