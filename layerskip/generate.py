@@ -56,7 +56,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
-    parser.add_argument("--repetition-penalty", type=float)
+    parser.add_argument("--min-p", type=float)
+    for name in ("repetition", "presence", "frequency"):
+        parser.add_argument(f"--{name}-penalty", type=float)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     parser.add_argument("--seed", type=int)
     parser.add_argument(
@@ -112,14 +114,17 @@ def _prompt_ids(model: LayerSkipModel, arguments: argparse.Namespace) -> list[in
 def _generation_arguments(arguments: argparse.Namespace, config: DecodeConfig) -> dict[str, Any]:
     do_sample = arguments.do_sample
     if do_sample is None:
-        do_sample = asks_to_sample(arguments.temperature, arguments.top_p, arguments.top_k, None)
+        do_sample = asks_to_sample(arguments.temperature, arguments.top_p, arguments.top_k, arguments.min_p)
     return {
         "max_new_tokens": max_new_tokens(arguments, config),
         "do_sample": do_sample,
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
+        "min_p": arguments.min_p,
         "repetition_penalty": arguments.repetition_penalty,
+        "presence_penalty": arguments.presence_penalty,
+        "frequency_penalty": arguments.frequency_penalty,
         "stop_strings": arguments.stop,
         "seed": arguments.seed,
         "continues_text": arguments.chat is None,

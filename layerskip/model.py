@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
 from layerskip.huggingface.rounding import RoundingSpread, is_reduced, measure_rounding
 from layerskip.rounds.grammar import Grammar, GrammarTokens
+from layerskip.rounds.logprobs import MAX_LOGPROBS, TokenLogprobs
+from layerskip.rounds.penalties import LogitEdits
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,8 @@ class GenerateOutput:
     """Whether tokens were drawn; False is greedy."""
     rejected: dict[int, list[int]] = field(default_factory=dict)
     """Draft tokens that verification threw away, by the place in `ids` of the token that stands for the first."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each of `ids`, where `logprobs` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class StreamPiece:
     accepted, the last two."""
     rejected_from: int = -1
     """Index in `ids` of the token in whose place the first of them stood."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each of `ids`, where `logprobs` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,17 @@ class GenerateArguments:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    """In [-2, 2]; subtracted from the logit of every token said so far behind the prompt, as in OpenAI's API."""
+    frequency_penalty: float | None = None
+    """In [-2, 2]; the same for each time that it was said."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids, as `sequence_bias` of `generate` does."""
+    min_new_tokens: int | None = None
+    """No token ends the text before so many."""
+    logprobs: int | None = None
+    """Of each new token its log-probability by the model alone, before penalties, temperature and cuts, and of so many
+    tokens that are likeliest there; see `GenerateOutput.logprobs`."""
     eos_token_id: int | Sequence[int] | torch.Tensor | None = None
     """One or several end-of-text ids; an empty list never stops at one."""
     stop_strings: str | Sequence[str] | None = None
@@ -134,8 +152,23 @@ class GenerateArguments:
             raise ValueError(
                 f"grammar: must be a Grammar (Grammar.json makes one of a schema), got {self.grammar!r:.80}"
             )
+        for name, most in (("min_new_tokens", math.inf), ("logprobs", MAX_LOGPROBS)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and 0 <= value <= most):
+                rule = "of at least 0" if most == math.inf else f"in 0..{most}"
+                raise ValueError(f"{name}: must be a whole number {rule}, got {value!r}")
+        self._check_bias()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias: must map token ids to numbers, got {self.logit_bias!r:.80}")
+        for one, value in self.logit_bias.items():
+            if type(one) is not int or not isinstance(value, Real) or not math.isfinite(value):
+                raise ValueError(f"logit_bias: must map token ids to finite numbers, got {one!r:.80}: {value!r:.80}")
 
 
 class LayerSkipModel:
@@ -586,7 +619,23 @@ class LayerSkipModel:
 
     def _sampler(self, given: GenerateArguments) -> Sampler:
         grammar = None if given.grammar is None else self._grammar_tokens.state(given.grammar)
-        return Sampler(self._sampling(given), self._generator(given), grammar)
+        return Sampler(
+            self._sampling(given), self._generator(given), grammar, self._edits(given), num_logprobs=given.logprobs
+        )
+
+    def _edits(self, given: GenerateArguments) -> LogitEdits | None:
+        bias = {} if given.logit_bias is None else given.logit_bias
+        outside = next((one for one in bias if not 0 <= one < self.vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"logit_bias: token ids must be in 0..{self.vocab_size - 1}, got {outside}")
+        least = self._default(given.min_new_tokens, "min_new_tokens") or 0
+        if least and given.grammar is not None:
+            raise ValueError("min_new_tokens: not together with a grammar, which says where the text ends")
+        ends = self._ends(given) if least else frozenset()
+        return LogitEdits(bias, least, ends) if bias or least else None
+
+    def _ends(self, given: GenerateArguments) -> frozenset[int]:
+        return self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id)
 
     @cached_property
     def _grammar_tokens(self) -> GrammarTokens:
@@ -597,7 +646,7 @@ class LayerSkipModel:
         return DecodeRequest(
             prompt_ids=self._prompt_ids(prompt, max_new_tokens),
             max_new_tokens=max_new_tokens,
-            eos_token_ids=self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id),
+            eos_token_ids=self._ends(given),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
             prefix_cache=given.prefix_cache,
         )
@@ -615,8 +664,7 @@ class LayerSkipModel:
         return self.rounding
 
     def _sampling(self, given: GenerateArguments) -> SamplingParams:
-        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        overrides = {name: getattr(given, name) for name in names}
+        overrides = {one.name: getattr(given, one.name) for one in fields(SamplingParams)}
         return SamplingParams.from_generation_config(self.model.generation_config, **overrides)
 
     def _default(self, value: Any, name: str) -> Any:
@@ -733,6 +781,7 @@ class GenerationStream:
             self.stats,
             sampled=self._sampled,
             rejected=dict(self._run.rejected),
+            logprobs=list(self._run.logprobs),
         )
 
 
@@ -743,7 +792,9 @@ def _pieces(run: Iterator[Emitted], text: TextStream | None) -> Generator[Stream
     """
     for emitted in run:
         piece = text.push(emitted.ids) if text else ""
-        yield StreamPiece(piece, emitted.ids, emitted.origins, emitted.rejected, emitted.rejected_from)
+        yield StreamPiece(
+            piece, emitted.ids, emitted.origins, emitted.rejected, emitted.rejected_from, emitted.logprobs
+        )
     if text and (rest := text.finish()):
         yield StreamPiece(rest, [], [])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import sys
 import time
@@ -17,6 +18,7 @@ from layerskip.command_line.cli import (
     split_list,
 )
 from layerskip.config.decode_config import ABOUT_QUANTIZATION, WAYS, QuantizationName
+from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.sampling_regime import Sampling
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, parse_device_map, refuse_torchrun
 from search.command_line import add_output_flags, demo_folder
@@ -103,7 +105,7 @@ _ABOUT_SWITCHES = {
     "written as a file of its own; best.json stays lossless",
     "force": "search on where predictions say that nothing can win",
 }
-_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+_SAMPLING = {one.name: type(one.default) for one in dataclasses.fields(SamplingParams) if one.name != "do_sample"}
 _FIELDS = {
     "budget": "budget_minutes",
     "timeout": "timeout_s",
@@ -145,8 +147,8 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--do-sample",
         action="store_true",
-        help="tune for sampled text, chosen by --temperature, --top-p, --top-k, --min-p and --repetition-penalty with "
-        "the defaults of generate: another way to name one regime",
+        help="tune for sampled text, chosen by --temperature, --top-p, --top-k, --min-p and --repetition-penalty, "
+        "--presence-penalty and --frequency-penalty with the defaults of generate: another way to name one regime",
     )
     for name, about in _ABOUT_SEARCHED.items():
         parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=about)

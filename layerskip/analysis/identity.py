@@ -91,12 +91,14 @@ def _gaps(
     cut off lies below by its distance from the last one kept, if that is more; one kept by less than the tolerance is
     not held against others, since it might have been cut.
     """
+    sampler.begin(len(prompt_ids))
     shaped = sampler.shape(logits, prompt_ids, ids[:-1])
     if sampler.greedy:
         return shaped.max(dim=-1, keepdim=True).values - shaped
-    uncut = Sampler(replace(sampler.params, top_k=0, top_p=1.0, min_p=0.0)).shape(logits, prompt_ids, ids[:-1])
+    without_cuts = Sampler(replace(sampler.params, top_k=0, top_p=1.0, min_p=0.0))
+    without_cuts.begin(len(prompt_ids))
+    uncut = without_cuts.shape(logits, prompt_ids, ids[:-1])
     temperature = sampler.params.temperature
-    sampler.begin(len(prompt_ids))
     scores = uncut - sampler.noise(len(prompt_ids), logits.shape[0], logits.shape[1], logits.device).log()
     kept = shaped.isfinite()
     last_kept = uncut.masked_fill(~kept, torch.inf).min(dim=-1, keepdim=True).values

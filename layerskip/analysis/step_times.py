@@ -48,8 +48,8 @@ class StepTimer:
         self._gamma_max, self._num_layers = gamma_max, model.num_layers
         self._known = PrefixCache(_KNOWN_BYTES)
         self._on_device: DeviceSteps | None = None
-        # Rounds that need the text on the host for a repetition penalty are run there, and so timed there.
-        if model.engine.name == "cuda_graph" and self._sampler.params.repetition_penalty == 1.0:
+        # Rounds that need the text on the host for a penalty are run there, and so timed there.
+        if model.engine.name == "cuda_graph" and not self._sampler.needs_host:
             self._on_device = DeviceSteps(cast(CudaGraphEngine, model.engine), self._sampler)
         self._steps: StepMaker = self._on_device or HostSteps(model.engine, self._sampler)
 

@@ -35,7 +35,6 @@ _UNSUPPORTED_WHEN_SET = {
     "sequence_bias": None,
     "guidance_scale": 1.0,
     "min_length": 0,
-    "min_new_tokens": 0,
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
     "max_time": None,
@@ -54,11 +53,16 @@ def asks_to_sample(
     return True if (top_p or 1.0) < 1.0 or top_k or min_p else None
 
 
+_NOT_OF_GENERATE = ("presence_penalty", "frequency_penalty")
+"""`generate` ignores these where a generation config has them."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen from logits. Same meaning and order as in Hugging Face's `generate`.
+    """How a token is chosen from logits. Same meaning and order as in Hugging Face's `generate`; the two penalties that
+    it does not have as in OpenAI's API and vLLM.
 
-    Greedy (`do_sample=False`) ignores temperature, top_k, top_p and min_p, not the repetition penalty.
+    Greedy (`do_sample=False`) ignores temperature, top_k, top_p and min_p, not the penalties.
     """
 
     do_sample: bool = False
@@ -72,6 +76,10 @@ class SamplingParams:
     """Keep tokens at least this share of the likeliest one's probability, in [0, 1]; 0 = off."""
     repetition_penalty: float = 1.0
     """Above 0; tokens already in the text get their logit divided (or multiplied, if negative) by it; 1 = off."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; subtracted from the logit of every token said behind the prompt; 0 = off."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; the same for each time that it was said; 0 = off."""
 
     def __post_init__(self) -> None:
         least = LEAST_TEMPERATURE if self.do_sample else 0.0
@@ -84,11 +92,18 @@ class SamplingParams:
             "top_p": (lambda one: 0 < one <= 1, "must be in (0, 1]"),
             "min_p": (lambda one: 0 <= one <= 1, "must be in [0, 1]"),
             "repetition_penalty": (lambda one: 0 < one < math.inf, "must be above 0 and finite"),
+            "presence_penalty": (lambda one: -2 <= one <= 2, "must be in [-2, 2]"),
+            "frequency_penalty": (lambda one: -2 <= one <= 2, "must be in [-2, 2]"),
         }
         for name, (holds, rule) in rules.items():
             value = getattr(self, name)
             if not (isinstance(value, Real) and holds(value)):
                 raise ValueError(f"{name}: {rule}, got {value!r}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what is likely depends on what was said."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, **overrides: Any) -> SamplingParams:
@@ -103,7 +118,7 @@ class SamplingParams:
         settings: dict[str, Any] = {}
         for field in fields(cls):
             value = overrides.get(field.name)
-            if value is None:
+            if value is None and field.name not in _NOT_OF_GENERATE:
                 value = getattr(generation_config, field.name, None)
             if value is not None:
                 settings[field.name] = value

@@ -11,11 +11,20 @@ from pydantic import model_validator
 from layerskip.config.sampling_params import SamplingParams
 from layerskip.config.validated import Frozen, OneLineErrors
 
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
-_LETTERS = {"top_p": "p", "top_k": "k", "min_p": "min", "repetition_penalty": "r"}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
+_LETTERS = {
+    "top_p": "p",
+    "top_k": "k",
+    "min_p": "min",
+    "repetition_penalty": "r",
+    "presence_penalty": "pres",
+    "frequency_penalty": "freq",
+}
 """In a name, what stands before the value of each field that differs from its default; in this order."""
 NAME_RULE = (
-    "must be greedy or tTEMPERATURE, then any of _pTOP_P, _kTOP_K, _minMIN_P and _rREPETITION_PENALTY, each once"
+    "must be greedy or tTEMPERATURE, then any of _pTOP_P, _kTOP_K, _minMIN_P, _rREPETITION_PENALTY, "
+    "_presPRESENCE_PENALTY and _freqFREQUENCY_PENALTY, each once"
 )
 
 
@@ -32,6 +41,8 @@ class Sampling(OneLineErrors, Frozen):
     top_p: float = SamplingParams.top_p
     min_p: float = SamplingParams.min_p
     repetition_penalty: float = SamplingParams.repetition_penalty
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -44,18 +55,9 @@ class Sampling(OneLineErrors, Frozen):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Sampling:
-        """What acts of these parameters: for greedy the repetition penalty alone."""
-        penalty = float(params.repetition_penalty)
-        if not params.do_sample:
-            return cls(repetition_penalty=penalty)
-        return cls(
-            do_sample=True,
-            temperature=float(params.temperature),
-            top_k=int(params.top_k),
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            repetition_penalty=penalty,
-        )
+        """What acts of these parameters: for greedy the penalties alone."""
+        acting = cls.model_fields if params.do_sample else _PENALTIES
+        return cls(**{name: type(cls.model_fields[name].default)(getattr(params, name)) for name in acting})
 
     def params(self) -> SamplingParams:
         """The same as parameters of a sampler."""
@@ -93,15 +95,17 @@ GREEDY = Sampling()
 
 
 def nearest(wanted: Sampling, known: Sequence[Sampling]) -> int:
-    """Which of `known`, at least one, is nearest: the same; else by temperature, greedy being 0; of equals by top_p.
+    """Which of `known`, at least one, is nearest: the same; else by temperature, greedy being 0; of equals by top_p,
+    and then by the penalties.
 
     Of those that are as near in both, the first. Distances of a billionth and less are the same.
     """
 
-    def distance(place: int) -> tuple[bool, float, float]:
+    def distance(place: int) -> tuple[bool, float, float, float]:
         one = known[place]
-        apart = (abs(_heat(one) - _heat(wanted)), abs(one.top_p - wanted.top_p))
-        return (one != wanted, round(apart[0], 9), round(apart[1], 9))
+        penalties = sum(abs(getattr(one, name) - getattr(wanted, name)) for name in _PENALTIES)
+        apart = (abs(_heat(one) - _heat(wanted)), abs(one.top_p - wanted.top_p), penalties)
+        return (one != wanted, *(round(each, 9) for each in apart))  # type: ignore[return-value]
 
     return min(range(len(known)), key=distance)
 

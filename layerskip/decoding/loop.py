@@ -20,6 +20,7 @@ from layerskip.drafters.forced import MOST_FORCED, ForcedDrafter
 from layerskip.engines import Engine
 from layerskip.engines.tree import DraftTree
 from layerskip.rounds.device_round import DeviceRound
+from layerskip.rounds.logprobs import TokenLogprobs
 from layerskip.rounds.preparation import Starts, plan_forwards
 from layerskip.rounds.round_work import RoundPlan
 from layerskip.rounds.sampling import Sampler
@@ -43,6 +44,8 @@ class Emitted:
     """Draft tokens in whose place the last token stands, or accepted tokens of another branch and the last one."""
     rejected_from: int = -1
     """Index in `ids` of the token in whose place the first of them stood."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,12 @@ class DecodeLoop:
             if self._engine.cache.keeps_rows:  # for those that begin like it and come before its end
                 self._keep(run)
             run.stats.prefill_s = clock.lap()
-            return run.take([run.verdict.next_token], [TARGET_ONLY])
+            return run.take([run.verdict.next_token], [TARGET_ONLY], run.verdict.logprobs)
         settled = self._round(run, run.verdict)
         if settled is None:
             run.verdict = self._target_alone(run)
             run.stats.num_target_only += 1
-            emitted = run.take([run.verdict.next_token], [TARGET_ONLY])
+            emitted = run.take([run.verdict.next_token], [TARGET_ONLY], run.verdict.logprobs)
             seconds = clock.lap()
             run.stats.target_only_s += seconds
         else:
@@ -213,9 +216,18 @@ class DecodeLoop:
     def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
         """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
         ids = torch.tensor(list(new_ids), device=self._engine.device)
-        logits = self._sampler.shape(self._engine.forward(ids), context)
+        logits = self._engine.forward(ids)
         nothing = torch.empty(0, dtype=torch.long, device=logits.device)
-        return verify(nothing, logits, self._sampler, len(context), with_prob=self._with_prob)
+        shaped = self._sampler.shape(logits, context)
+        return self._with_logprobs(
+            verify(nothing, shaped, self._sampler, len(context), with_prob=self._with_prob), logits, []
+        )
+
+    def _with_logprobs(self, verdict: Verdict, logits: torch.Tensor, draft_ids: Sequence[int]) -> Verdict:
+        """logits: (R, V), not shaped, of the verification's rows."""
+        if self._sampler.num_logprobs is None:
+            return verdict
+        return replace(verdict, logprobs=self._sampler.logprobs(logits[verdict.rows], verdict.emitted(draft_ids)))
 
     @torch.inference_mode()
     def _round(self, run: Run, latest: Verdict) -> _Round | None:
@@ -250,12 +262,13 @@ class DecodeLoop:
         start = engine.cache.length
         draft_ids = draft.ids.to(engine.device)
         ids = torch.cat([torch.tensor(context[-1:], device=engine.device), draft_ids])
-        shaped = self._sampler.shape(engine.forward(ids, num_logits=len(ids)), context, draft_ids)
+        logits = engine.forward(ids, num_logits=len(ids))
+        shaped = self._sampler.shape(logits, context, draft_ids)
         verdict = verify(
             draft_ids, shaped, self._sampler, len(context), with_prob=self._with_prob, lossy=self._config.lossy
         )
         engine.cache.rollback_to(start + 1 + verdict.num_accepted)
-        return verdict
+        return self._with_logprobs(verdict, logits, draft.ids.tolist())
 
     def _verify_tree(self, tree: TreeDraft, context: Sequence[int]) -> Verdict:
         engine, cache = self._engine, self._engine.cache
@@ -267,7 +280,7 @@ class DecodeLoop:
             rows = [start + one.row for one in verdict.off_draft]
             engine.keep_rows(rows, start + 1 + verdict.num_drafts_accepted)
         cache.rollback_to(start + 1 + verdict.num_accepted)
-        return verdict
+        return self._with_logprobs(verdict, logits, tree.ids[: tree.num_drafts].tolist())
 
 
 @dataclass(frozen=True)
@@ -294,6 +307,8 @@ class Run:
     """None for plain decoding."""
     origins: list[str] = field(default_factory=list)
     """Of the emitted tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the emitted tokens, where they were asked for."""
     rejected: dict[int, list[int]] = field(default_factory=dict)
     """Draft tokens thrown away, by the place of the emitted token that stands for them."""
     verdict: Verdict | None = None
@@ -314,7 +329,12 @@ class Run:
         return self.request.max_new_tokens - self.stats.num_emitted
 
     def take(
-        self, ids: list[int], origins: list[str], rejected: list[int] | None = None, rejected_from: int = -1
+        self,
+        ids: list[int],
+        origins: list[str],
+        logprobs: Sequence[TokenLogprobs] = (),
+        rejected: list[int] | None = None,
+        rejected_from: int = -1,
     ) -> Emitted:
         """Append tokens up to the first that ends the text; the rest is cut, and what it stands in for with it."""
         taken = 0
@@ -326,11 +346,13 @@ class Run:
             if self.finished:
                 break
         self.stats.num_cut += len(ids) - taken
+        own = list(logprobs[:taken])
         self.origins += origins[:taken]
+        self.logprobs += own
         if taken < len(ids) or not rejected:
-            return Emitted(ids[:taken], origins[:taken])
+            return Emitted(ids[:taken], origins[:taken], logprobs=own)
         self.rejected[len(self.origins) + rejected_from] = rejected
-        return Emitted(ids, origins, rejected, rejected_from)
+        return Emitted(ids, origins, rejected, rejected_from, own)
 
     def _reason_to_end(self, token: int) -> str | None:
         if token in self.request.eos_token_ids:
@@ -351,7 +373,7 @@ def _settle(run: Run, settled: _Round) -> Emitted:
         num_hits=len(off_draft),
     )
     num_right = verdict.num_drafts_accepted
-    accepted = draft_ids[:num_right] + [one.token for one in off_draft]
     last_origin = BONUS if off_draft or num_right == len(draft_ids) else RECOVERED
-    origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * len(accepted) + [last_origin]
-    return run.take([*accepted, verdict.next_token], origins, draft_ids[num_right:], -1 - len(off_draft))
+    origins = [LOOKED_UP if settled.looked_up else ACCEPTED] * verdict.num_accepted + [last_origin]
+    ids, rejected = verdict.emitted(draft_ids), draft_ids[num_right:]
+    return run.take(ids, origins, verdict.logprobs, rejected, -1 - len(off_draft))

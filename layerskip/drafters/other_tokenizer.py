@@ -23,7 +23,8 @@ class OtherTokenizerDrafter(ChainDrafter[WeightsSettings]):
     """The draft model goes on in its own tokens, greedily, until their text is gamma tokens of the target's.
 
     Sampled text too is drafted greedily: the random numbers of a place belong to the target's token ids, and of drafts
-    that do not share them the likeliest token is right most often. `draft_threshold` looks at its own tokens.
+    that do not share them the likeliest token is right most often. `draft_threshold` looks at its own tokens, and of
+    penalties the repetition penalty alone acts, on its own tokens.
     Cost: of a round, a forward of the draft model and a device sync for each of its tokens, and on the host a decoding
     and an encoding of some twenty tokens each.
     """

@@ -1,4 +1,4 @@
-"""Logits -> probabilities -> token: the one place where temperature, top-k, top-p and the penalty act."""
+"""Logits -> probabilities -> token: the one place where temperature, top-k, top-p, penalties and biases act."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from transformers.generation.logits_process import (
 from layerskip.config.sampling_params import SamplingParams as SamplingParams
 from layerskip.rounds.grammar import GrammarState
 from layerskip.rounds.likely_ids import check_possible, ids_at_least, is_large, likeliest_ids, shape_row
+from layerskip.rounds.logprobs import TokenLogprobs, token_logprobs
+from layerskip.rounds.penalties import LogitEdits, Penalties
 from layerskip.rounds.rows import RowKernels, row_kernels
 
 
@@ -41,12 +43,17 @@ class Sampler:
         params: SamplingParams,
         generator: torch.Generator | None = None,
         grammar: GrammarState | None = None,
+        edits: LogitEdits | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
-        """grammar: of the text, tokens that it does not allow are impossible, of draft and target alike."""
-        self.params, self.grammar = params, grammar
+        """grammar: of the text, tokens that it does not allow are impossible; edits: other changes of logits; both of
+        draft and target alike. num_logprobs: `logprobs` will be asked for, of so many of each place's likeliest."""
+        self.params, self.grammar, self.edits, self.num_logprobs = params, grammar, edits, num_logprobs
         self.greedy = not params.do_sample
         self._noise = PlaceNoise(generator)
-        self._seen = None if params.repetition_penalty == 1.0 else _SeenIds()
+        self._start = 0
+        """Tokens of the prompt."""
+        self._penalties = Penalties(params) if params.penalises else None
         self._warpers = [] if self.greedy else _warpers(params)
         self._cuts = not self.greedy and bool(params.top_k or params.top_p < 1.0 or params.min_p)
         self._left: tuple[torch.Tensor | None, list[torch.Tensor]] = (None, [])
@@ -63,11 +70,20 @@ class Sampler:
 
     @property
     def reads_text(self) -> bool:
-        """Whether what is likely depends on the text besides the model, for a penalty or a grammar."""
-        return self._seen is not None or self.grammar is not None
+        """Whether what is likely depends on the text or its request besides the model, for a penalty, a grammar or an
+        edit."""
+        return self._penalties is not None or self.grammar is not None or self.edits is not None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a round that the device makes in one piece would not do."""
+        return self.reads_text or self.num_logprobs is not None
 
     def _by_text(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
-        scores = self._penalised(scores, context, drafted)
+        if self.edits is not None:
+            scores = self.edits.apply(scores, len(context) - self._start)
+        if self._penalties is not None:
+            scores = self._penalties.apply(scores, context, [] if drafted is None else drafted.tolist())
         return scores if self.grammar is None else self.grammar.allow(scores, context, drafted)
 
     def _warped(self, scores: torch.Tensor) -> torch.Tensor:
@@ -81,27 +97,16 @@ class Sampler:
             scores = warper(None, scores)
         return scores
 
-    def _penalised(self, scores: torch.Tensor, context: Sequence[int], drafted: torch.Tensor | None) -> torch.Tensor:
-        """With a penalty a copy, as `generate` has it: all rows by the ids seen before, each by what is drafted before
-        it besides."""
-        if self._seen is None:
-            return scores
-        penalty, scores, seen = self.params.repetition_penalty, scores.clone(), self._seen.of(context)
-        ids = torch.tensor(list(seen), device=scores.device)
-        parts = [(scores, ids)] if len(ids) else []
-        more = [] if drafted is None else drafted.tolist()
-        new = {token: row for row, token in reversed([*enumerate(more, start=1)]) if token not in seen}
-        parts += [(scores[row:], ids.new_tensor([token])) for token, row in new.items()]
-        for rows, some in parts:
-            own = rows[:, some]
-            rows[:, some] = torch.where(own < 0, own * penalty, own / penalty)
-        return scores
+    def logprobs(self, logits: torch.Tensor, ids: Sequence[int]) -> list[TokenLogprobs]:
+        """Of tokens chosen by the first rows of logits (at least T, V), which are not shaped; none unless wanted."""
+        return [] if self.num_logprobs is None else token_logprobs(logits, ids, self.num_logprobs)
 
     def begin(self, place: int) -> None:
         """A text of so many tokens is about to be continued."""
         self._noise.begin(place)
-        if self._seen is not None:
-            self._seen = _SeenIds()
+        self._start = place
+        if self._penalties is not None:
+            self._penalties.begin(place)
         if self.grammar is not None:
             self.grammar.begin(place)
 
@@ -187,34 +192,14 @@ class Sampler:
     def settle(self, place: int) -> None:
         """The tokens before `place` are chosen for good; their noise is dropped."""
         self._noise.settle(place)
-        if self._seen is not None:
-            self._seen.num_settled = place
+        if self._penalties is not None:
+            self._penalties.settle(place)
         if self.grammar is not None:
             self.grammar.settle(place)
 
     def end(self, place: int) -> None:
         """The text ends before `place`: the generator goes back to where one token after another would have left it."""
         self._noise.end(place)
-
-
-class _SeenIds:
-    """The token ids of a text that grows: what is settled of it is gone over once."""
-
-    def __init__(self) -> None:
-        self.num_settled = 0
-        """Tokens that every further text begins with."""
-        self._num_known = 0
-        self._known: set[int] = set()
-
-    def of(self, text: Sequence[int]) -> set[int]:
-        """All of them."""
-        if len(text) < self._num_known:
-            return set(text)
-        settled = min(self.num_settled, len(text))
-        self._known.update(text[self._num_known : settled])
-        self._num_known = max(self._num_known, settled)
-        rest = text[self._num_known :]
-        return self._known if self._known.issuperset(rest) else self._known.union(rest)
 
 
 def seeded_sampler(params: SamplingParams, seed: int, device: torch.device) -> Sampler:

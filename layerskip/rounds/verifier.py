@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.config.lossy_acceptance import LossyAcceptance, ProbabilityAcceptance
+from layerskip.rounds.logprobs import TokenLogprobs
 from layerskip.rounds.sampling import Sampler, chosen_probability
 
 
@@ -22,6 +23,17 @@ class Verdict:
     """The target's probability of `next_token`, which `target_threshold` looks at; None if not asked for."""
     off_draft: tuple[TreeToken, ...] = ()
     """The accepted tokens after the first wrong draft token, those of another branch of the tree."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Of the accepted tokens and the next one, where the sampler says them."""
+
+    def emitted(self, draft_ids: Sequence[int]) -> list[int]:
+        """The accepted tokens, of this draft or off it, and the next one."""
+        return [*draft_ids[: self.num_drafts_accepted], *(one.token for one in self.off_draft), self.next_token]
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the verification, those that the accepted tokens and the next one were chosen by."""
+        return [*range(self.num_drafts_accepted + 1), *(one.row for one in self.off_draft)]
 
     @property
     def num_drafts_accepted(self) -> int:

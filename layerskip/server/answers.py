@@ -10,10 +10,13 @@ from itertools import chain
 from typing import Any
 
 from layerskip.huggingface.messages import MessageParser, Part, Said, Thought, ToolCall
+from layerskip.server.logprobs import Entry, of_chat, of_completion
 from layerskip.server.schemas import GenerationFields
 from layerskip.server.worker import Finished, Piece
 
 DONE = b"data: [DONE]\n\n"
+_NOTHING = Piece("", [])
+"""No tokens."""
 
 
 class CompletionShape:
@@ -34,6 +37,10 @@ class CompletionShape:
     def opening(self) -> dict[str, Any] | None:
         """What comes before the first text of a stream."""
         return None
+
+    def logprobs(self, entries: Sequence[Entry], offset: int) -> dict[str, Any]:
+        """Of some of its tokens; offset: characters of those before."""
+        return of_completion(entries, offset)
 
 
 class ChatShape(CompletionShape):
@@ -68,6 +75,9 @@ class ChatShape(CompletionShape):
         """Who speaks."""
         return {"delta": {"role": "assistant", "content": ""}}
 
+    def logprobs(self, entries: Sequence[Entry], offset: int) -> dict[str, Any]:  # noqa: ARG002 (chats have none)
+        return of_chat(entries)
+
 
 def _text_of(parts: Sequence[Part], kind: type[Said | Thought]) -> str:
     return "".join(one.text for one in parts if isinstance(one, kind))
@@ -99,7 +109,9 @@ class AnswerFormat:
         self.model_id, self.answers_each = asked.model, asked.n or 1
         self._messages = messages or [None] * asked.num_choices
         self.streamed = bool(asked.stream)
-        self.with_token_ids = bool(asked.return_token_ids)
+        self.with_token_ids, self.with_logprobs = bool(asked.return_token_ids), asked.num_logprobs is not None
+        self._offsets = [0] * asked.num_choices
+        """Characters of the tokens told so far, by choice."""
         self.with_usage = options is not None and options.include_usage
         """Whether a stream ends with an event of its usage."""
         self.answer_id = shape.id_prefix + secrets.token_hex(12)
@@ -111,30 +123,32 @@ class AnswerFormat:
         choices = []
         for index, (own, end) in enumerate(zip(pieces, ends, strict=True)):
             parts = [*chain.from_iterable(self._parts(index, one.text) for one in own), *self._last_parts(index)]
-            ids = [token for one in own for token in one.ids]
-            choices.append(self._choice(index, self.shape.whole(parts), ids, self._reason(index, end)))
+            told = Piece(
+                "", [*chain.from_iterable(one.ids for one in own)], [*chain.from_iterable(one.logprobs for one in own)]
+            )
+            choices.append(self._choice(index, self.shape.whole(parts), told, self._reason(index, end)))
         return _json(self._body(self.shape.whole_object, choices) | self._usage(ends))
 
     def opening(self, index: int) -> Iterator[bytes]:
         """Events before the first text of a choice."""
         opening = self.shape.opening()
         if opening is not None:
-            yield self._event([self._choice(index, opening, [], None)])
+            yield self._event([self._choice(index, opening, _NOTHING, None)])
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """One event, or none for a piece without text: that of a character that is not complete yet."""
-        ids = piece.ids
+        told = piece
         for part in self._parts(index, piece.text):
-            yield self._part(index, part, ids)
-            ids = []
-        if ids and self.with_token_ids:
-            yield self._part(index, Said(""), ids)
+            yield self._part(index, part, told)
+            told = _NOTHING
+        if told.ids and (self.with_token_ids or self.with_logprobs):
+            yield self._part(index, Said(""), told)
 
     def ending(self, index: int, end: Finished) -> Iterator[bytes]:
         """After the last text of a choice."""
         for part in self._last_parts(index):
-            yield self._part(index, part, [])
-        yield self._event([self._choice(index, self.shape.chunk(None), [], self._reason(index, end))])
+            yield self._part(index, part, _NOTHING)
+        yield self._event([self._choice(index, self.shape.chunk(None), _NOTHING, self._reason(index, end))])
 
     def closing(self, ends: Sequence[Finished]) -> Iterator[bytes]:
         """Events after the last choice."""
@@ -154,8 +168,8 @@ class AnswerFormat:
         if message is not None:
             yield from message.finish()
 
-    def _part(self, index: int, part: Part, ids: list[int]) -> bytes:
-        return self._event([self._choice(index, self.shape.chunk(part), ids, None)])
+    def _part(self, index: int, part: Part, told: Piece) -> bytes:
+        return self._event([self._choice(index, self.shape.chunk(part), told, None)])
 
     def _reason(self, index: int, end: Finished) -> str:
         message = self._messages[index]
@@ -176,9 +190,14 @@ class AnswerFormat:
             "choices": choices,
         } | ({} if self.lossy is None else {"lossy": self.lossy})
 
-    def _choice(self, index: int, content: dict[str, Any], ids: list[int], finish_reason: str | None) -> dict[str, Any]:
-        token_ids = {"token_ids": ids} if self.with_token_ids else {}
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason, **token_ids}
+    def _choice(self, index: int, content: dict[str, Any], told: Piece, finish_reason: str | None) -> dict[str, Any]:
+        """told: with the tokens that it tells of."""
+        token_ids = {"token_ids": told.ids} if self.with_token_ids else {}
+        logprobs = None
+        if told.logprobs:
+            logprobs = self.shape.logprobs(told.logprobs, self._offsets[index])
+            self._offsets[index] += sum(len(one.own.token) for one in told.logprobs)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **token_ids}
 
     def _usage(self, ends: Sequence[Finished]) -> dict[str, Any]:
         """OpenAI's counts, a prompt counted once, and beside those of a single choice what this decoder did."""

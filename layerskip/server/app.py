@@ -49,7 +49,7 @@ class Service:
         prefixes = PrefixCache(settings.prefix_cache_bytes) if settings.prefix_cache_bytes else None
         if prefixes is not None:
             self.metrics.prefix_cache_bytes.set_function(lambda: prefixes.num_bytes)
-        self.worker = DecodeWorker(self.metrics, settings, lambda: _warm_up(model), self.store)
+        self.worker = DecodeWorker(self.metrics, settings, lambda: _warm_up(model), self.store, model.tokenizer)
         batch = self.worker.batch if settings.max_batch_size > 1 else None
         self.preparer = Preparer(model, settings, self.store, prefixes, batch)
         self.created = int(time.time())

@@ -136,6 +136,11 @@ class Preparer:
             "top_k": asked.top_k,
             "min_p": asked.min_p,
             "repetition_penalty": asked.repetition_penalty,
+            "presence_penalty": asked.presence_penalty,
+            "frequency_penalty": asked.frequency_penalty,
+            "logit_bias": asked.logit_bias,
+            "min_new_tokens": asked.min_tokens,
+            "logprobs": asked.num_logprobs,
             # From a source of its own, so that nobody's draws follow from another request's.
             "seed": secrets.randbits(63) if asked.seed is None else asked.seed + number,
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from layerskip.config.sampling_params import LEAST_TEMPERATURE, asks_to_sample
 from layerskip.config.validated import describe_validation_error
 from layerskip.rounds.grammar import Grammar
+from layerskip.rounds.logprobs import MAX_LOGPROBS
 from layerskip.server.errors import ApiError
 from layerskip.server.settings import MAX_MODEL_ID
 
@@ -41,11 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "audio": (),
     "tools": ([],),
@@ -58,7 +54,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "add_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -70,6 +65,7 @@ MAX_CHOICES = 128
 """Of one request: prompts times `n`."""
 MAX_TOOLS = 128
 """Of one request, and calls of one turn."""
+_MAX_BIASES = 1024
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
 
@@ -127,6 +123,11 @@ def _read_top_k(value: object) -> object:
     return 0 if value == -1 else value
 
 
+def _read_count(value: object) -> object:
+    # As chats have it.
+    return None if value is False else value
+
+
 def _read_temperature(value: float) -> float:
     # Below what can be sampled at there is no choice.
     return 0.0 if value < LEAST_TEMPERATURE else value
@@ -141,9 +142,23 @@ def _read_arguments(value: object) -> object:
         raise ValueError(f"must be JSON: {error}") from None
 
 
+def _read_bias(value: object) -> object:
+    """JSON's names are text."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > _MAX_BIASES:
+        raise ValueError(f"must be of at most {_MAX_BIASES} tokens, got {len(value)}")
+    wrong = next((one for one in value if not (one.isascii() and one.isdigit() and len(one) < 10)), None)
+    if wrong is not None:
+        raise ValueError(f"must map token ids to numbers, got {wrong[:80]!a}")
+    return {int(one): bias for one, bias in value.items()}
+
+
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Temperature = Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False), AfterValidator(_read_temperature)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 PositiveInt = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
@@ -227,6 +242,14 @@ class GenerationFields(_Strict):
     """0 is off, and so is -1."""
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logit of each token that the answer has said."""
+    frequency_penalty: Penalty | None = None
+    """The same for each time that it said it."""
+    logit_bias: Annotated[dict[int, Bias] | None, BeforeValidator(_read_bias)] = None
+    """By token id; 100 all but forces a token, -100 all but bans it."""
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    """No token ends the answer before so many."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Answers to each prompt; of one with a seed each has one of its own, the first that seed."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -272,6 +295,11 @@ class GenerationFields(_Strict):
         return Grammar.json(own.json_) if own.grammar is None else Grammar.lark(own.grammar)
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Of each token its log-probability is wanted, and those of so many that are likeliest there; None: of none."""
+        return None
+
+    @property
     def num_prompts(self) -> int:
         """See `n`."""
         return 1
@@ -301,10 +329,16 @@ class CompletionRequest(GenerationFields):
     """A body of /v1/completions."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_read_prompts)]
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_read_count)] = None
+    """Of each token its log-probability, and those of so many that are likeliest there."""
 
     @property
     def num_prompts(self) -> int:
         return len(self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class CalledFunction(_Strict):
@@ -394,6 +428,10 @@ class ChatRequest(GenerationFields):
     """`none`: they are not told of; `required`: the answer calls some and says nothing else; a name: it calls that."""
     parallel_tool_calls: bool | None = None
     """False: of several calls in an answer the first alone is told."""
+    logprobs: bool | None = None
+    """Whether each token of the answer comes with its log-probability."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And with so many that are likeliest there."""
 
     @model_validator(mode="after")
     def _check_tools(self) -> ChatRequest:
@@ -403,6 +441,16 @@ class ChatRequest(GenerationFields):
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice: needs tools to be required")
         return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs = true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def required_tools(self) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.text_stream import TextStream
@@ -20,6 +21,7 @@ from layerskip.engines.batch import Batch, Cancelled
 from layerskip.huggingface.messages import MessageParser
 from layerskip.model import GenerationStream
 from layerskip.server.errors import ApiError, model_failed, queue_full, shutting_down
+from layerskip.server.logprobs import Entry, TokenNames
 from layerskip.server.metrics import ServerMetrics
 from layerskip.server.settings import ServerSettings
 from layerskip.server.stop_text import StopText
@@ -35,6 +37,8 @@ class Piece:
 
     text: str
     ids: list[int]
+    logprobs: Sequence[Entry] = ()
+    """Of each of these, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class DecodeWorker:
 
     prepare_thread is called once in the new thread, before the first job; `start` waits for it and raises what it
     raised. `admit`, `submit` and `cancel` belong to the event loop's thread. store: where finished texts are kept.
+    tokenizer: names tokens, in the decoding thread.
     """
 
     def __init__(
@@ -106,7 +111,9 @@ class DecodeWorker:
         settings: ServerSettings,
         prepare_thread: Callable[[], None],
         store: TextStore | None,
+        tokenizer: Any,
     ) -> None:
+        self._names = TokenNames(tokenizer)
         self.batch = Batch(settings.max_drafting)
         """Whose runs are the jobs, where several are decoded at once."""
         self._metrics = metrics
@@ -294,6 +301,8 @@ class DecodeWorker:
                 self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
             shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
             num_emitted += len(shown.ids)
+            if piece.logprobs:
+                shown = replace(shown, logprobs=self._names.entries(shown.ids, piece.logprobs))
             job.send(shown)
             if cut is not None and cut.stopped:
                 return Finished("stop", num_emitted, job.decoding.stats)

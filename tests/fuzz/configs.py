@@ -70,7 +70,12 @@ _LOSSY = st.fixed_dictionaries({"rule": st.just("probability"), "threshold": _SH
 )
 
 _ABOVE_0 = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-greedy_params = st.builds(SamplingParams, repetition_penalty=st.just(1.0) | _ABOVE_0)
+_PENALTIES: dict[str, Any] = {
+    "repetition_penalty": st.just(1.0) | _ABOVE_0,
+    "presence_penalty": st.just(0.0) | st.floats(-2, 2),
+    "frequency_penalty": st.just(0.0) | st.floats(-2, 2),
+}
+greedy_params = st.builds(SamplingParams, **_PENALTIES)
 sampled_params = st.builds(
     SamplingParams,
     do_sample=st.just(True),
@@ -78,7 +83,7 @@ sampled_params = st.builds(
     top_k=st.just(50) | st.integers(0, 10**6),
     top_p=st.just(1.0) | _SHARE,
     min_p=st.just(0.0) | _SHARES,
-    repetition_penalty=st.just(1.0) | _ABOVE_0,
+    **_PENALTIES,
 )
 samplings = (greedy_params | sampled_params).map(Sampling.of)
 

@@ -264,7 +264,7 @@ class TeacherForcing(ABC):
     ) -> torch.Tensor:
         """(C, V): logits (C, V) after what each chain's round has drafted, shaped."""
         sampler, text = self._samplers[i], self.texts[i]
-        if sampler.params.repetition_penalty == 1.0:
+        if not sampler.reads_text:
             return sampler.shape(logits, ())
         rows = []
         for row, (wrong, drafted) in zip(logits, chains, strict=True):

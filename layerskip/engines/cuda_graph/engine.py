@@ -238,8 +238,8 @@ class CudaGraphEngine(Engine):
         return self._trees[num_rows]
 
     def make_round(self, plan: RoundPlan, sampler: Sampler) -> DeviceRound | None:
-        """See `Engine`. None with a repetition penalty or a grammar, which look at the text on the host."""
-        if sampler.reads_text:
+        """See `Engine`. None where the sampler looks at the text on the host, or is asked for log-probabilities."""
+        if sampler.needs_host:
             return None
         self.executor.prepare_draft(plan.skip_mask)
         return DeviceRound(self, plan, sampler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import os
 import stat
@@ -260,6 +261,7 @@ def sampled(temperature: float, **others: Any) -> SamplingParams:
         ("greedy", SamplingParams()),
         ("greedy", SamplingParams(temperature=0.7, top_k=5, top_p=0.5, min_p=0.1)),
         ("greedy_r1.1", SamplingParams(repetition_penalty=1.1)),
+        ("greedy_pres1.5_freq-0.25", SamplingParams(presence_penalty=1.5, frequency_penalty=-0.25)),
         ("t0.7", sampled(0.7)),
         ("t1", sampled(1.0)),
         ("t0.7_p0.9_k40_min0.05_r1.1", sampled(0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)),
@@ -272,9 +274,8 @@ def test_a_way_to_choose_tokens_has_a_name_that_is_read_back(name: str, params: 
     sampling = Sampling.of(params)
     assert sampling.name == name
     assert Sampling.parse(name) == sampling
-    assert sampling.params() == (
-        params if params.do_sample else SamplingParams(repetition_penalty=params.repetition_penalty)
-    )
+    neutral = {} if params.do_sample else {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+    assert sampling.params() == dataclasses.replace(params, **neutral)
 
 
 @given(samplings)
@@ -288,17 +289,20 @@ def test_parts_of_a_name_come_in_any_order() -> None:
     assert Sampling.parse("t0.7_k50_p1") == Sampling.parse("t0.7")
 
 
-RULE = "regime: must be greedy or tTEMPERATURE, then any of _pTOP_P, _kTOP_K, _minMIN_P and _rREPETITION_PENALTY, "
-RULE += "each once"
+RULE = "regime: must be greedy or tTEMPERATURE, then any of _pTOP_P, _kTOP_K, _minMIN_P, _rREPETITION_PENALTY, "
+TEMPERATURE_RULE = "must be at least 0.001 (use do_sample=False for greedy) and finite"
+RULE += "_presPRESENCE_PENALTY and _freqFREQUENCY_PENALTY, each once"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         *((name, f"{RULE}; got {name[:80]!a}") for name in ("", "t", "0.7", "Greedy", "sampled", "t0.7_", "t0.7_q1")),
-        *((name, f"{RULE}; got {name!a}") for name in ("t0.7_p0.9_p0.8", "t-1", "tnan", "tinf", "t0.7_k1.5", "t٣")),
+        *((name, f"{RULE}; got {name!a}") for name in ("t0.7_p0.9_p0.8", "t--1", "tnan", "tinf", "t0.7_k1.5", "t٣")),
         ("t" + "9" * 5_000, f"{RULE}; got '{'t' + '9' * 79}'"),
-        ("t0", "regime 't0': temperature: must be at least 0.001 (use do_sample=False for greedy) and finite, got 0.0"),
+        ("t-1", f"regime 't-1': temperature: {TEMPERATURE_RULE}, got -1.0"),
+        ("t0.7_pres3", "regime 't0.7_pres3': presence_penalty: must be in [-2, 2], got 3.0"),
+        ("t0", f"regime 't0': temperature: {TEMPERATURE_RULE}, got 0.0"),
         ("t0.7_p0", "regime 't0.7_p0': top_p: must be in (0, 1], got 0.0"),
         ("t0.7_min2", "regime 't0.7_min2': min_p: must be in [0, 1], got 2.0"),
         (
@@ -345,6 +349,7 @@ def test_a_request_takes_the_setting_of_its_regime() -> None:
         (sampled(0.85, top_p=0.91), "t1_p0.9"),
         (sampled(9.0), "t1_p0.9"),
         (sampled(0.7, top_k=3, top_p=0.2), "t0.7"),
+        (sampled(0.7, presence_penalty=1.2), "t0.7"),
     ],
 )
 def test_a_request_of_no_regime_takes_the_nearest(params: SamplingParams, regime: str) -> None:
@@ -359,6 +364,11 @@ def test_the_same_sampling_comes_before_a_nearer_place() -> None:
     config = in_regimes(regimes=[*REGIMES, sharp])
     assert config.regime_for(sampled(0.7, top_k=5)) == "t0.7_k5"
     assert config.regime_for(sampled(0.7, top_k=6)) == "t0.7"
+    penalised = {"skip_mask": "4:1", "gamma": 2}
+    penalised |= {"sampling": {"do_sample": True, "temperature": 0.7, "presence_penalty": 1.5}}
+    config = in_regimes(regimes=[*REGIMES, penalised])
+    assert config.regime_for(sampled(0.7, presence_penalty=1.0)) == "t0.7_pres1.5"
+    assert config.regime_for(sampled(0.7, presence_penalty=0.5)) == "t0.7"
     only_sampled = in_regimes(sampling={"do_sample": True, "temperature": 0.5})
     assert only_sampled.regime_for(SamplingParams()) == "t0.5"
 

@@ -339,6 +339,81 @@ def test_an_answer_of_a_lossy_setting_says_so(tokenizer: Any) -> None:
     assert [one.model_extra["lossy"] for one in answers] == [lossy_label(rule)] * len(answers)
 
 
+def test_penalties_biases_and_a_least_length_are_those_of_generate(demo: Serving, demo_model) -> None:
+    client, prompt = demo.client(), "def read("
+    asked = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"11": 3.0, "20": -100}}
+    own = asked | {"logit_bias": {11: 3.0, 20: -100.0}}
+    for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 3}):
+        settings = {"do_sample": False} if "seed" not in sampling else sampling | {"do_sample": True}
+        expected = demo_model.generate(prompt, max_new_tokens=24, **own, **settings)
+        assert expected.ids != demo_model.generate(prompt, max_new_tokens=24, **settings).ids
+        answer = client.completions.create(
+            model=MODEL_ID, prompt=prompt, max_tokens=24, extra_body=RAW, **asked, **sampling
+        )
+        assert answer.choices[0].token_ids == expected.ids
+    end = expected.ids[0]
+    demo_model.model.generation_config.eos_token_id = end
+    try:
+        arguments = {"model": MODEL_ID, "prompt": prompt, "max_tokens": 9, **asked, **sampling}
+        ends = client.completions.create(**arguments, extra_body=RAW)
+        goes_on = client.completions.create(**arguments, extra_body={"min_tokens": 4, **RAW})
+    finally:
+        demo_model.model.generation_config.eos_token_id = None
+    assert ends.choices[0].token_ids == [end]
+    assert len(goes_on.choices[0].token_ids) > 3
+    assert end not in goes_on.choices[0].token_ids[:4]
+
+
+def test_log_probabilities_of_completions_streaming_and_not(demo: Serving, demo_model) -> None:
+    client, prompt = demo.client(), "def read("
+    expected = demo_model.generate(prompt, max_new_tokens=24, do_sample=False, logprobs=2)
+    arguments = {"model": MODEL_ID, "prompt": prompt, "max_tokens": 24, "temperature": 0, "extra_body": RAW}
+    whole = client.completions.create(**arguments, logprobs=2).choices[0]
+    assert whole.token_ids == expected.ids
+    found = whole.logprobs
+    assert "".join(found.tokens) == whole.text == expected.text
+    assert found.token_logprobs == [one.logprob for one in expected.logprobs]
+    assert all(whole.text[at:].startswith(one) for at, one in zip(found.text_offset, found.tokens, strict=True))
+    for told, token, one in zip(found.top_logprobs, found.tokens, expected.logprobs, strict=True):
+        assert told[token] == one.logprob
+        assert sorted(told.values(), reverse=True)[:2] == [value for _, value in one.top]
+    events = [one.choices[0].logprobs for one in client.completions.create(**arguments, logprobs=2, stream=True)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed_too = [value for event in events if event is not None for value in getattr(event, name)]
+        assert streamed_too == getattr(found, name)
+    stop = found.tokens[5] + found.tokens[6]
+    cut = client.completions.create(**arguments, logprobs=0, stop=stop).choices[0]
+    assert len(cut.logprobs.tokens) == len(cut.token_ids) < 24
+    assert client.completions.create(**arguments).choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_chat_streaming_and_not(chat: Serving, chat_model) -> None:
+    client = chat.client()
+    arguments = {
+        "model": MODEL_ID,
+        "messages": [{"role": "user", "content": "naïve 日本"}],
+        "max_tokens": 12,
+        "seed": 4,
+    }
+    arguments |= {"temperature": 1.4, "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**arguments).choices[0]
+    content = whole.logprobs.content
+    ids = chat_model.tokenizer.apply_chat_template(arguments["messages"], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    expected = chat_model.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.4, seed=4, logprobs=3)
+    assert [one.logprob for one in content] == [one.logprob for one in expected.logprobs]
+    assert [[top.logprob for top in one.top_logprobs] for one in content] == [
+        [value for _, value in one.top] for one in expected.logprobs
+    ]
+    assert all(bytes(one.bytes).decode() == one.token for one in content)
+    events = list(client.chat.completions.create(**arguments, stream=True))
+    told = [one for event in events if (found := event.choices[0].logprobs) is not None for one in found.content]
+    assert [one.logprob for one in told] == [one.logprob for one in content]
+    plain = client.chat.completions.create(**arguments | {"logprobs": None, "top_logprobs": None})
+    assert plain.choices[0].logprobs is None
+
+
 def test_models_are_listed_and_found(chat: Serving) -> None:
     client = chat.client()
     assert [model.id for model in client.models.list()] == [MODEL_ID]
@@ -353,11 +428,10 @@ def test_harmless_fields_are_dropped_and_meaningful_ones_refused(chat: Serving) 
     client = chat.client()
     arguments = {"model": MODEL_ID, "prompt": "def"}
     plain = client.completions.create(**arguments)
-    harmless = {"n": 1, "logit_bias": {}, "echo": False, "presence_penalty": 0.0, "user": "me"}
-    extra = {"metadata": {"a": "b"}, "store": True}
+    harmless = {"n": 1, "logit_bias": {}, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
+    extra = {"metadata": {"a": "b"}, "store": True, "logprobs": False}
     assert client.completions.create(**arguments, **harmless, extra_body=extra).choices == plain.choices
-    refused = {"best_of": 3, "echo": True, "logprobs": 0, "logit_bias": {"1": 5}, "suffix": "x"}
-    for name, value in (refused | {"frequency_penalty": 0.1}).items():
+    for name, value in {"best_of": 3, "echo": True, "suffix": "x"}.items():
         with pytest.raises(openai.BadRequestError, match=f"{name}: not supported by this server"):
             client.completions.create(**arguments, **{name: value})
     with pytest.raises(openai.BadRequestError, match=r"turbo'?: unknown field"):
