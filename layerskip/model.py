@@ -111,7 +111,7 @@ class GenerateArguments:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids, as `sequence_bias` of `generate` does."""
     min_new_tokens: int | None = None
-    """No token ends the text before so many."""
+    """No token ends the text before so many. Of a generation config it is refused."""
     logprobs: int | None = None
     """Of each new token its log-probability by the model alone, before penalties, temperature and cuts, and of so many
     tokens that are likeliest there; see `GenerateOutput.logprobs`."""
@@ -628,7 +628,7 @@ class LayerSkipModel:
         outside = next((one for one in bias if not 0 <= one < self.vocab_size), None)
         if outside is not None:
             raise ValueError(f"logit_bias: token ids must be in 0..{self.vocab_size - 1}, got {outside}")
-        least = self._default(given.min_new_tokens, "min_new_tokens") or 0
+        least = given.min_new_tokens or 0
         if least and given.grammar is not None:
             raise ValueError("min_new_tokens: not together with a grammar, which says where the text ends")
         ends = self._ends(given) if least else frozenset()

@@ -35,6 +35,7 @@ _UNSUPPORTED_WHEN_SET = {
     "sequence_bias": None,
     "guidance_scale": 1.0,
     "min_length": 0,
+    "min_new_tokens": 0,
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
     "max_time": None,
@@ -53,8 +54,8 @@ def asks_to_sample(
     return True if (top_p or 1.0) < 1.0 or top_k or min_p else None
 
 
-_NOT_OF_GENERATE = ("presence_penalty", "frequency_penalty")
-"""`generate` ignores these where a generation config has them."""
+NOT_OF_GENERATE = ("presence_penalty", "frequency_penalty")
+"""Fields that Hugging Face's `generate` does not have; where a generation config has them it ignores them."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class SamplingParams:
         settings: dict[str, Any] = {}
         for field in fields(cls):
             value = overrides.get(field.name)
-            if value is None and field.name not in _NOT_OF_GENERATE:
+            if value is None and field.name not in NOT_OF_GENERATE:
                 value = getattr(generation_config, field.name, None)
             if value is not None:
                 settings[field.name] = value

@@ -18,6 +18,7 @@ import torch
 
 from layerskip import DecodeConfig, LayerSkipModel
 from layerskip.command_line.cli import OneLineParser, check_least
+from layerskip.config.sampling_params import NOT_OF_GENERATE
 from layerskip.config.sampling_regime import Sampling
 from layerskip.engines.batch import Batch
 from search.study.prompts import encode_prompts, load_prompts
@@ -48,6 +49,11 @@ def ours(model: LayerSkipModel, config: DecodeConfig, size: int, count: int, sam
 def theirs(model: LayerSkipModel, size: int, count: int, sampling: Sampling) -> Decode:
     """By the model's own `generate`, prompts padded on the left."""
     module: Any = model.model
+    settings = sampling.model_dump(exclude=set(NOT_OF_GENERATE))
+    if Sampling(**settings) != sampling:
+        raise ValueError(
+            f"regime {sampling.name}: generate, which is compared with, has no {' or '.join(NOT_OF_GENERATE)}"
+        )
     ends = model.eos_token_ids
 
     def decode(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
@@ -59,9 +65,7 @@ def theirs(model: LayerSkipModel, size: int, count: int, sampling: Sampling) -> 
             ids = torch.tensor([[*before, *one] for before, one in zip(padding, group, strict=True)])
             seen = torch.tensor([[*before, *[1] * len(one)] for before, one in zip(padding, group, strict=True)])
             torch.manual_seed(_SEED)
-            found = module.generate(
-                ids, attention_mask=seen, max_new_tokens=count, pad_token_id=0, **sampling.model_dump()
-            )
+            found = module.generate(ids, attention_mask=seen, max_new_tokens=count, pad_token_id=0, **settings)
             texts += [_whole(row, ends) for row in found[:, width:].tolist()]
         return texts
 
