@@ -71,6 +71,8 @@ class GenerateOutput:
     """Draft tokens that verification threw away, by the place in `ids` of the token that stands for the first."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of each of `ids`, where `logprobs` asked for them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens but the first, where `prompt_logprobs` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class GenerateArguments:
     logprobs: int | None = None
     """Of each new token its log-probability by the model alone, before penalties, temperature and cuts, and of so many
     tokens that are likeliest there; see `GenerateOutput.logprobs`."""
+    prompt_logprobs: bool = False
+    """With `logprobs`: of the prompt's tokens too, all of which are then computed, whatever the `prefix_cache` has."""
     eos_token_id: int | Sequence[int] | torch.Tensor | None = None
     """One or several end-of-text ids; an empty list never stops at one."""
     stop_strings: str | Sequence[str] | None = None
@@ -157,6 +161,8 @@ class GenerateArguments:
             if value is not None and not (type(value) is int and 0 <= value <= most):
                 rule = "of at least 0" if most == math.inf else f"in 0..{most}"
                 raise ValueError(f"{name}: must be a whole number {rule}, got {value!r}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("prompt_logprobs: needs logprobs, which says how many of each place")
         self._check_bias()
         if self.seed is not None and self.generator is not None:
             raise ValueError("seed: give either a seed or a generator, not both")
@@ -648,7 +654,8 @@ class LayerSkipModel:
             max_new_tokens=max_new_tokens,
             eos_token_ids=self._ends(given),
             should_stop=self._stop_check(self._default(given.stop_strings, "stop_strings")),
-            prefix_cache=given.prefix_cache,
+            prefix_cache=None if given.prompt_logprobs else given.prefix_cache,
+            prompt_logprobs=given.prompt_logprobs,
         )
 
     def target_logits(self, ids: Sequence[int], *, num_logits: int) -> torch.Tensor:
@@ -762,6 +769,11 @@ class GenerationStream:
         """Stop here; frees the cache and the model."""
         self._pieces.close()
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """See `GenerateOutput`; from the first piece on."""
+        return self._run.prompt_logprobs
+
     def new_text(self) -> TextStream:
         """What makes text of its ids, before the first. Needs a tokenizer."""
         return TextStream(self._tokenizer, self._before, skip_special_tokens=self._skip_special_tokens)
@@ -782,6 +794,7 @@ class GenerationStream:
             sampled=self._sampled,
             rejected=dict(self._run.rejected),
             logprobs=list(self._run.logprobs),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

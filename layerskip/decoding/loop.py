@@ -18,6 +18,7 @@ from layerskip.decoding.step_clock import StepClock
 from layerskip.drafters import Draft, Drafter, DraftOnDevice, DraftSession, TextStore, make_drafter
 from layerskip.drafters.forced import MOST_FORCED, ForcedDrafter
 from layerskip.engines import Engine
+from layerskip.engines.batch import PROMPT_PIECE
 from layerskip.engines.tree import DraftTree
 from layerskip.rounds.device_round import DeviceRound
 from layerskip.rounds.logprobs import TokenLogprobs
@@ -59,6 +60,8 @@ class DecodeRequest:
     """Called with all ids (prompt and emitted) after each emitted token, in order; True ends the text there."""
     prefix_cache: PrefixCache | None = None
     """Earlier texts whose beginnings are not computed again; this one is added in the end."""
+    prompt_logprobs: bool = False
+    """Whether the sampler's log-probabilities are wanted of the prompt's tokens too."""
 
 
 class DecodeLoop:
@@ -203,9 +206,20 @@ class DecodeLoop:
     @torch.inference_mode()
     def _prefill(self, run: Run) -> Verdict:
         """The target's token after the prompt. One forward over what no earlier text has of it, one sync."""
+        if run.request.prompt_logprobs:
+            return self._prefill_in_pieces(run)
         if run.request.prefix_cache is not None:
             run.stats.num_cached = run.request.prefix_cache.fill(self._engine, run.context)
         return self._target_step(run.context, run.context[run.stats.num_cached :])
+
+    def _prefill_in_pieces(self, run: Run) -> Verdict:
+        """All of it with logits at every place, of which no more are held than of a piece."""
+        prompt, size = run.context, PROMPT_PIECE
+        for start in range(0, len(prompt), size):
+            ids = torch.tensor(prompt[start : start + size], device=self._engine.device)
+            logits = self._engine.forward(ids, num_logits=len(ids))
+            run.prompt_logprobs += self._sampler.logprobs(logits, prompt[start + 1 : start + 1 + size])
+        return self._choose(logits[-1:], prompt)
 
     @torch.inference_mode()
     def _target_alone(self, run: Run) -> Verdict:
@@ -216,12 +230,14 @@ class DecodeLoop:
     def _target_step(self, context: Sequence[int], new_ids: Sequence[int]) -> Verdict:
         """The target's token after `context`, whose last `new_ids` are not in the cache yet. One forward, one sync."""
         ids = torch.tensor(list(new_ids), device=self._engine.device)
-        logits = self._engine.forward(ids)
+        return self._choose(self._engine.forward(ids), context)
+
+    def _choose(self, logits: torch.Tensor, context: Sequence[int]) -> Verdict:
+        """The target's token after `context`, by logits (1, V)."""
         nothing = torch.empty(0, dtype=torch.long, device=logits.device)
         shaped = self._sampler.shape(logits, context)
-        return self._with_logprobs(
-            verify(nothing, shaped, self._sampler, len(context), with_prob=self._with_prob), logits, []
-        )
+        verdict = verify(nothing, shaped, self._sampler, len(context), with_prob=self._with_prob)
+        return self._with_logprobs(verdict, logits, [])
 
     def _with_logprobs(self, verdict: Verdict, logits: torch.Tensor, draft_ids: Sequence[int]) -> Verdict:
         """logits: (R, V), not shaped, of the verification's rows."""
@@ -309,6 +325,8 @@ class Run:
     """Of the emitted tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the emitted tokens, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens but the first, where they were asked for."""
     rejected: dict[int, list[int]] = field(default_factory=dict)
     """Draft tokens thrown away, by the place of the emitted token that stands for them."""
     verdict: Verdict | None = None

@@ -14,8 +14,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,12 +30,16 @@ from layerskip.decoding.loop import DecodeLoop, DecodeRequest
 from layerskip.decoding.stats import DecodeStats
 from layerskip.drafters import TextStore
 from layerskip.model import LayerSkipModel
+from layerskip.rounds.penalties import LogitEdits
 from layerskip.rounds.sampling import Sampler, SamplingParams
 
-# Per processor the attribute that holds its number and the sampling parameter of that meaning, in the order in which
+# Per processor the attribute that holds its number and what this decoder has of that meaning, in the order in which
 # `generate` applies them and this decoder does too.
 _PROCESSORS: dict[type[LogitsProcessor], tuple[str, str]] = {
+    SequenceBiasLogitsProcessor: ("sequence_bias", "bias"),
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    MinLengthLogitsProcessor: ("min_length", "min_new_tokens"),
+    MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
     TopKLogitsWarper: ("top_k", "top_k"),
     TopPLogitsWarper: ("top_p", "top_p"),
@@ -95,14 +102,16 @@ class CustomGenerate:
         streamer = given.get("streamer") if streamer is None else streamer
         _check_method(settings, given)
         _check_inputs(input_ids, model_kwargs)
-        params = sampling_params(logits_processor, do_sample=bool(settings.do_sample))
+        params, edits = read_processors(
+            logits_processor, do_sample=bool(settings.do_sample), num_prompt=input_ids.shape[1]
+        )
         wrapped = self._wrap(model, given.get("tokenizer"))
         wrapped.check_text_store(self.text_store)
         request = _request(input_ids, stopping_criteria, wrapped)
         stats = self.stats = DecodeStats()
         emitted: list[int] = []
         config = self.config.for_sampling(params)
-        loop = DecodeLoop(wrapped.engine, config, Sampler(params), store=self.text_store)
+        loop = DecodeLoop(wrapped.engine, config, Sampler(params, edits=edits), store=self.text_store)
         with closing(loop.run(request, stats)) as rounds:  # type: ignore[type-var]
             for one in rounds:
                 emitted += one.ids
@@ -161,12 +170,16 @@ def custom_generate(
     )
 
 
-def sampling_params(processors: Iterable[LogitsProcessor], *, do_sample: bool) -> SamplingParams:
-    """The sampling parameters that do what these processors do, one after the other.
+def read_processors(
+    processors: Iterable[LogitsProcessor], *, do_sample: bool, num_prompt: int
+) -> tuple[SamplingParams, LogitEdits | None]:
+    """The sampling parameters, and what else changes logits, that do what these processors do one after the other.
 
+    num_prompt: tokens of the prompt.
     Raises: ValueError for a processor of another kind, in another order or given twice: it would change the output.
     """
     values: dict[str, Any] = {"top_k": 0}
+    edits: dict[str, Any] = {}
     order = list(_PROCESSORS)
     reached = -1
     for processor in processors:
@@ -181,15 +194,23 @@ def sampling_params(processors: Iterable[LogitsProcessor], *, do_sample: bool) -
             )
         reached = order.index(kind)
         attribute, name = _PROCESSORS[kind]
-        values[name] = getattr(processor, attribute)
-    return SamplingParams(do_sample=do_sample, **values)
+        value = getattr(processor, attribute)
+        if isinstance(processor, SequenceBiasLogitsProcessor):
+            edits[name] = {ids[0]: bias for ids, bias in value.items()}
+        elif isinstance(processor, (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)):
+            least = value - num_prompt if isinstance(processor, MinLengthLogitsProcessor) else value
+            edits |= {name: max(edits.get(name, 0), least), "ends": frozenset(processor.eos_token_id.tolist())}
+        else:
+            values[name] = value
+    return SamplingParams(do_sample=do_sample, **values), LogitEdits(**edits) if edits else None
 
 
 def _is_unusual(processor: Any) -> bool:
-    """An option that `SamplingParams` has no word for."""
+    """An option that this decoder has no word for."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     return (
-        getattr(processor, "min_tokens_to_keep", 1) != 1
+        any(len(ids) > 1 for ids in getattr(processor, "sequence_bias", ()))
+        or getattr(processor, "min_tokens_to_keep", 1) != 1
         or getattr(processor, "filter_value", -float("inf")) != -float("inf")
         or (ignored is not None and bool(torch.as_tensor(ignored).any()))
     )

@@ -16,7 +16,8 @@ class NamedLogprob(NamedTuple):
     """Of a token by its text."""
 
     token: str
-    logprob: float
+    logprob: float | None
+    """None of a text's first token, which follows nothing."""
 
 
 class Entry(NamedTuple):
@@ -45,6 +46,11 @@ class TokenNames:
             Entry(self._named(token, one.logprob), tuple(self._named(*other) for other in one.top))
             for token, one in zip(ids, logprobs, strict=False)
         ]
+
+    def of_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Entry]:
+        """Of each of a prompt's tokens; none where there are no logprobs."""
+        first = [Entry(NamedLogprob(self._text(ids[0]), None), ())]
+        return first + self.entries(ids[1:], logprobs) if logprobs else []
 
     def _named(self, token: int, logprob: float) -> NamedLogprob:
         return NamedLogprob(self._text(token), max(logprob, _LEAST))
@@ -75,7 +81,7 @@ def of_completion(entries: Sequence[Entry], offset: int) -> dict[str, Any]:
     return {
         "tokens": [one.own.token for one in entries],
         "token_logprobs": [one.own.logprob for one in entries],
-        "top_logprobs": [dict([*one.top[::-1], one.own]) for one in entries],
+        "top_logprobs": [None if one.own.logprob is None else dict([*one.top[::-1], one.own]) for one in entries],
         "text_offset": offsets,
     }
 

@@ -83,6 +83,7 @@ class Preparer:
         ids: list[int],
         stream: GenerationStream,
         message: MessageParser | None,
+        echo: str | None,
         index: int,
         events: asyncio.Queue[tuple[int, Event]],
     ) -> Job:
@@ -96,17 +97,25 @@ class Preparer:
             regime=None if known is None else known.name,
             lossy=None if rule is None else lossy_label(rule),
             message=message,
+            echo=echo,
         )
 
     def _choices(
         self, asked: CompletionRequest | ChatRequest
-    ) -> list[tuple[list[int], GenerationStream, MessageParser | None]]:
+    ) -> list[tuple[list[int], GenerationStream, MessageParser | None, str | None]]:
         prompts = [self._chat_ids(asked)] if isinstance(asked, ChatRequest) else map(self._prompt_ids, asked.prompt)
         return [
-            (ids, self._stream(asked, ids, number), self._message(asked, ids))
+            (ids, self._stream(asked, ids, number), self._message(asked, ids), self._echo(asked, ids))
             for ids in prompts
             for number in range(asked.n or 1)
         ]
+
+    def _echo(self, asked: CompletionRequest | ChatRequest, ids: list[int]) -> str | None:
+        """The prompt's text where the answer begins with it."""
+        if not asked.echoes:
+            return None
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=asked.skip_special_tokens is not False)
+        return text
 
     def _message(self, asked: CompletionRequest | ChatRequest, ids: list[int]) -> MessageParser | None:
         if not isinstance(asked, ChatRequest) or not (tools := asked.told_tools):
@@ -141,6 +150,7 @@ class Preparer:
             "logit_bias": asked.logit_bias,
             "min_new_tokens": asked.min_tokens,
             "logprobs": asked.num_logprobs,
+            "prompt_logprobs": asked.echoes and asked.num_logprobs is not None,
             # From a source of its own, so that nobody's draws follow from another request's.
             "seed": secrets.randbits(63) if asked.seed is None else asked.seed + number,
             # The worker cuts at a request's own stop texts; without any, the generation config's hold.

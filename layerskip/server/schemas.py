@@ -300,6 +300,11 @@ class GenerationFields(_Strict):
         return None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     def num_prompts(self) -> int:
         """See `n`."""
         return 1
@@ -331,10 +336,16 @@ class CompletionRequest(GenerationFields):
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_read_prompts)]
     logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_read_count)] = None
     """Of each token its log-probability, and those of so many that are likeliest there."""
+    echo: bool | None = None
+    """The answer begins with the prompt, with log-probabilities of its tokens, too."""
 
     @property
     def num_prompts(self) -> int:
         return len(self.prompt)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -74,6 +74,8 @@ class Job:
     """Whose setting it is decoded with; None where that is not known."""
     lossy: str | None = None
     """What must be told of that setting; None where it is lossless."""
+    echo: str | None = None
+    """The prompt's text, where the answer begins with it."""
     message: MessageParser | None = None
     """What finds thoughts and calls in its text; None: all of it is said. Belongs to the event loop's thread."""
     arrived_s: float = field(default_factory=time.monotonic)
@@ -299,6 +301,9 @@ class DecodeWorker:
             if num_emitted == 0:
                 job.prompt_is_known.set()
                 self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
+                if job.echo is not None:
+                    told = self._names.of_prompt(job.prompt_ids, job.decoding.prompt_logprobs)
+                    job.send(Piece(job.echo, [], told))
             shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
             num_emitted += len(shown.ids)
             if piece.logprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 import layerskip
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.drafters import TextStore
-from layerskip.interop.generate import CustomGenerate, sampling_params
+from layerskip.interop.generate import CustomGenerate, read_processors
 from layerskip.rounds.sampling import SamplingParams
 from tests.layerskip import tokenizers, zoo
 from tests.layerskip.drafters.test_drafters import again, by_weights, drafters
@@ -91,6 +92,17 @@ def test_a_repetition_penalty_acts_as_in_plain_generate(generate: Any) -> None:
     plain = zoo.model_of("llama").generate(ids(), max_new_tokens=8, repetition_penalty=1.6)
     assert plain[0, len(PROMPT) :].tolist() != list(zoo.greedy_reference("llama", PROMPT, 8)), "no penalty to see"
     assert torch.equal(generate(repetition_penalty=1.6), plain)
+
+
+@pytest.mark.parametrize("least", [{"min_new_tokens": 5}, {"min_length": len(PROMPT) + 5}])
+def test_biases_and_a_least_length_act_as_in_plain_generate(generate: Any, least: dict[str, int]) -> None:
+    plain = zoo.model_of("llama").generate(ids(), max_new_tokens=8)[0, len(PROMPT) :].tolist()
+    asked = {"sequence_bias": {(int(plain[1]),): -9.0}, "repetition_penalty": 1.2, "eos_token_id": plain[0], **least}
+    expected = zoo.model_of("llama").generate(ids(), max_new_tokens=8, **asked)
+    found = generate(**asked)
+    assert torch.equal(found, expected)
+    assert len(expected[0]) > len(PROMPT) + 1
+    assert plain[1] not in found[0, len(PROMPT) :]
 
 
 def test_text_and_chat_through_the_tokenizer(text_model: LayerSkipModel, tokenizer: Any) -> None:
@@ -220,14 +232,15 @@ def test_sampling_draws_what_the_same_settings_draw_through_layerskip(generate: 
 
 def test_processors_are_read_as_sampling_parameters() -> None:
     chain = [TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.8)]
-    assert sampling_params(chain, do_sample=True) == SamplingParams(True, temperature=0.5, top_k=0, top_p=0.8)
-    assert sampling_params([], do_sample=False) == SamplingParams(top_k=0)
+    read = partial(read_processors, do_sample=True, num_prompt=7)
+    assert read(chain) == (SamplingParams(True, temperature=0.5, top_k=0, top_p=0.8), None)
+    assert read_processors([], do_sample=False, num_prompt=7) == (SamplingParams(top_k=0), None)
     with pytest.raises(ValueError, match=r"logits_processor: .* in generate's order"):
-        sampling_params(chain[::-1], do_sample=True)
+        read(chain[::-1])
     with pytest.raises(ValueError, match="logits_processor: each kind can be applied once"):
-        sampling_params([chain[0], chain[0]], do_sample=True)
+        read([chain[0], chain[0]])
     with pytest.raises(ValueError, match=r"with default options, got TopPLogitsWarper"):
-        sampling_params([TopPLogitsWarper(0.8, min_tokens_to_keep=2)], do_sample=True)
+        read([TopPLogitsWarper(0.8, min_tokens_to_keep=2)])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -242,7 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "setting": ({"no_repeat_ngram_size": 2}, "got NoRepeatNGramLogitsProcessor"),
     "bad words": ({"bad_words_ids": [[5]]}, "got NoBadWordsLogitsProcessor"),
     "prefix": ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "got PrefixConstrainedLogitsProcessor"),
-    "shortest": ({"min_new_tokens": 4, "eos_token_id": 5}, "got MinLengthLogitsProcessor"),
+    "bias of several tokens": ({"sequence_bias": {(5, 6): 2.0}}, "got SequenceBiasLogitsProcessor"),
     "second temperature": (
         {
             "do_sample": True,

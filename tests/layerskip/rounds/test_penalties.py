@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from layerskip import DecodeConfig, LayerSkipModel, PromptLookup, SkipMask, SuffixLookup
+from layerskip import DecodeConfig, LayerSkipModel, PrefixCache, PromptLookup, SkipMask, SuffixLookup
 from layerskip.rounds.penalties import LogitEdits
 from layerskip.rounds.sampling import Sampler, SamplingParams
 from tests.layerskip import zoo
@@ -204,6 +204,25 @@ def test_log_probabilities_are_the_models_own(sampling: str, config: str) -> Non
     assert model.generate(PROMPT, **arguments).logprobs == []
 
 
+@pytest.mark.parametrize("engine", ["eager", "fused"])
+def test_log_probabilities_of_a_prompt_are_the_models_own(engine: str) -> None:
+    model = LayerSkipModel(zoo.model_of("llama"), engine=engine)
+    cache = PrefixCache(1 << 20)
+    for length in (1, 2, 32, 33, 70):
+        prompt = list(zoo.prompt_of(length))
+        rows = model.target_logits(prompt, num_logits=length).log_softmax(-1)
+        reference = model.generate(prompt, max_new_tokens=8, logprobs=2)
+        for config in (CONFIGS["plain"], CONFIGS["mask"]):
+            out = model.generate(
+                prompt, max_new_tokens=8, logprobs=2, prompt_logprobs=True, config=config, prefix_cache=cache
+            )
+            assert out.ids == reference.ids
+            assert len(out.prompt_logprobs) == length - 1
+            for row, token, one in zip(rows[:-1], prompt[1:], out.prompt_logprobs, strict=True):
+                assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
+                assert [value for _, value in one.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+
+
 def test_of_a_text_that_is_cut_short_no_more_log_probabilities_than_tokens() -> None:
     model = zoo.layerskip_of("llama")
     config = DecodeConfig(skip_mask=SkipMask.none(4), gamma=5)
@@ -223,6 +242,7 @@ def test_of_a_text_that_is_cut_short_no_more_log_probabilities_than_tokens() -> 
         ({"logit_bias": {10**6: 1.0}}, r"logit_bias: token ids must be in 0\.\.\d+, got 1000000"),
         ({"min_new_tokens": -1}, "min_new_tokens: must be a whole number of at least 0, got -1"),
         ({"logprobs": 21}, r"logprobs: must be a whole number in 0\.\.20, got 21"),
+        ({"prompt_logprobs": True}, "prompt_logprobs: needs logprobs"),
         ({"logprobs": True}, r"logprobs: must be a whole number in 0\.\.20, got True"),
     ],
 )

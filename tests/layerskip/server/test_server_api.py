@@ -387,6 +387,30 @@ def test_log_probabilities_of_completions_streaming_and_not(demo: Serving, demo_
     assert client.completions.create(**arguments).choices[0].logprobs is None
 
 
+def test_an_echo_is_the_prompt_with_its_log_probabilities(demo: Serving, demo_model) -> None:
+    """What harnesses read that rank given answers."""
+    client, prompt = demo.client(), "def read(path):\n    return open(path).read()\n\n\ndef write("
+    ids = demo_model.encode(prompt)
+    rows = demo_model.target_logits(ids, num_logits=len(ids)).log_softmax(-1)
+    arguments = {"model": MODEL_ID, "max_tokens": 3, "temperature": 0, "echo": True, "extra_body": RAW}
+    for given in (prompt, ids, [ids, prompt]):
+        for choice in client.completions.create(prompt=given, logprobs=1, **arguments).choices:
+            found = choice.logprobs
+            assert choice.text == "".join(found.tokens) == prompt + "".join(found.tokens[len(ids) :])
+            assert (len(found.tokens), found.token_logprobs[0], found.top_logprobs[0]) == (len(ids) + 3, None, None)
+            assert [choice.text[at:].startswith(one) for at, one in zip(found.text_offset, found.tokens, strict=True)]
+            for i, token in enumerate(ids[1:], start=1):
+                assert found.token_logprobs[i] == pytest.approx(float(rows[i - 1, token]), abs=1e-4)
+                assert max(found.top_logprobs[i].values()) == pytest.approx(float(rows[i - 1].max()), abs=1e-4)
+            assert len(choice.token_ids) == 3
+    events = list(client.completions.create(prompt=prompt, logprobs=1, stream=True, **arguments))
+    told = [one.choices[0].logprobs for one in events]
+    assert [value for one in told if one is not None for value in one.token_logprobs] == found.token_logprobs
+    assert "".join(one.choices[0].text for one in events) == choice.text
+    plain = client.completions.create(prompt=prompt, **arguments).choices[0]
+    assert (plain.text, plain.logprobs) == (choice.text, None)
+
+
 def test_log_probabilities_of_a_chat_streaming_and_not(chat: Serving, chat_model) -> None:
     client = chat.client()
     arguments = {
@@ -431,7 +455,7 @@ def test_harmless_fields_are_dropped_and_meaningful_ones_refused(chat: Serving) 
     harmless = {"n": 1, "logit_bias": {}, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "me"}
     extra = {"metadata": {"a": "b"}, "store": True, "logprobs": False}
     assert client.completions.create(**arguments, **harmless, extra_body=extra).choices == plain.choices
-    for name, value in {"best_of": 3, "echo": True, "suffix": "x"}.items():
+    for name, value in {"best_of": 3, "suffix": "x"}.items():
         with pytest.raises(openai.BadRequestError, match=f"{name}: not supported by this server"):
             client.completions.create(**arguments, **{name: value})
     with pytest.raises(openai.BadRequestError, match=r"turbo'?: unknown field"):
