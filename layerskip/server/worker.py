@@ -93,10 +93,21 @@ class Job:
 
     def send(self, event: Event) -> None:
         """From any thread."""
-        try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, (self.index, event))
-        except RuntimeError:  # the loop has ended, so nobody waits for the answer
-            self.cancelled.set()
+        _deliver(self.loop, [(self, event)])
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, events: Sequence[tuple[Job, Event]]) -> None:
+    """All of them by waking that loop once."""
+
+    def put() -> None:
+        for job, event in events:
+            job.events.put_nowait((job.index, event))
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:  # the loop has ended, so nobody waits for the answers
+        for job, _ in events:
+            job.cancelled.set()
 
 
 class DecodeWorker:
@@ -122,6 +133,8 @@ class DecodeWorker:
         self._settings = settings
         self._prepare_thread = prepare_thread
         self._store = store
+        self._unsent: list[tuple[Job, Event]] = []
+        """What the step at hand has brought, sent after it: an event loop beside it would slow down every operation."""
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
         self._changed = threading.Condition()
@@ -228,8 +241,20 @@ class DecodeWorker:
                 while self.batch.num_running < self._settings.max_batch_size and self._start_next():
                     pass
                 self.batch.step()
+                self._send_all()
         finally:
             self.batch.close()
+            self._send_all()
+
+    def _send(self, job: Job, event: Event) -> None:
+        self._unsent.append((job, event))
+        if self._settings.max_batch_size == 1:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for loop in {job.loop for job, _ in unsent}:
+            _deliver(loop, [one for one in unsent if one[0].loop is loop])
 
     def _wait(self) -> bool:
         """Until there is something to do; False at the end."""
@@ -264,7 +289,7 @@ class DecodeWorker:
             self._metrics.running.set(len(self._running))
         # Last, so that who has the whole answer finds it counted and the model free.
         if end is not None:
-            job.send(end)
+            self._send(job, end)
 
     def _decode(self, job: Job) -> Event | None:
         """The answer's last event; None if the job was cancelled."""
@@ -303,20 +328,19 @@ class DecodeWorker:
                 self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
                 if job.echo is not None:
                     told = self._names.of_prompt(job.prompt_ids, job.decoding.prompt_logprobs)
-                    job.send(Piece(job.echo, [], told))
+                    self._send(job, Piece(job.echo, [], told))
             shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
             num_emitted += len(shown.ids)
             if piece.logprobs:
                 shown = replace(shown, logprobs=self._names.entries(shown.ids, piece.logprobs))
-            job.send(shown)
+            self._send(job, shown)
             if cut is not None and cut.stopped:
                 return Finished("stop", num_emitted, job.decoding.stats)
         return None
 
-    @staticmethod
-    def _finish(job: Job, cut: _Cut | None, num_emitted: int) -> Finished:
+    def _finish(self, job: Job, cut: _Cut | None, num_emitted: int) -> Finished:
         if cut is not None and (rest := cut.finish()):
-            job.send(Piece(rest, []))
+            self._send(job, Piece(rest, []))
         if cut is not None and cut.stopped:
             return Finished("stop", num_emitted, job.decoding.stats)
         reason = job.decoding.output().finish_reason
