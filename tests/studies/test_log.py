@@ -64,8 +64,14 @@ def test_the_readmes_table_of_regimes_is_that_of_the_output() -> None:
     assert table(record) in README
 
 
-SEARCHED = ("smollm2", "smollm2/t0.7", "smollm2/bfloat16", "smollm2/trained", "smollm2/int8", "smollm2/int8/t0.7")
-SEARCHED += (
+SEARCHED = (
+    "smollm2",
+    "smollm2/t0.7",
+    "smollm2/bfloat16",
+    "smollm2/bfloat16/t0.7_p0.8_k20_pres1.5",
+    "smollm2/trained",
+    "smollm2/int8",
+    "smollm2/int8/t0.7",
     "qwen_coder",
     "qwen_coder/t0.7",
     "qwen_coder/published",
