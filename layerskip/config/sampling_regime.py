@@ -101,11 +101,11 @@ def nearest(wanted: Sampling, known: Sequence[Sampling]) -> int:
     Of those that are as near in both, the first. Distances of a billionth and less are the same.
     """
 
-    def distance(place: int) -> tuple[bool, float, float, float]:
+    def distance(place: int) -> tuple[float, ...]:
         one = known[place]
         penalties = sum(abs(getattr(one, name) - getattr(wanted, name)) for name in _PENALTIES)
         apart = (abs(_heat(one) - _heat(wanted)), abs(one.top_p - wanted.top_p), penalties)
-        return (one != wanted, *(round(each, 9) for each in apart))  # type: ignore[return-value]
+        return (one != wanted, *(round(each, 9) for each in apart))
 
     return min(range(len(known)), key=distance)
 

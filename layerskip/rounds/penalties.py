@@ -36,7 +36,7 @@ class Penalties:
                 own = scores[first:, list(counts)]
                 left[first:, list(counts)] = torch.where(own < 0, own * penalty, own / penalty)
         if self._presence or self._frequency:
-            scores = left.clone()
+            scores = scores if penalty == 1.0 else left.clone()
             for first, counts in _by_row(self._said.of(context), drafted):
                 less = [self._presence + self._frequency * count for count in counts.values()]
                 left[first:, list(counts)] = scores[first:, list(counts)] - scores.new_tensor(less)

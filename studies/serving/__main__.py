@@ -1,7 +1,7 @@
 """python -m studies.serving: what a client sees of our server and of others, on this machine, in turns.
 
 The same prompts are sent to all of them, streamed, one request after the other and several at once, answers all of the
-same length. All serve the same weights in the same number format, on as many threads as the config was tuned with.
+same length, each turn after some that are not measured. All serve the same weights in the same number format, on as many threads as the config was tuned with.
 vLLM needs an environment of its own, whose Python is named with --vllm; any other server that runs already and speaks
 the OpenAI protocol is named with --server NAME=URL.
 """
@@ -25,17 +25,21 @@ from studies.serving.servers import OURS, PLAIN, VLLM, VLLM_NGRAMS, Subject, run
 PROG = "studies.serving"
 _NUM_FIRST = 2
 """Requests that are not measured, of each server."""
+_NUM_BEFORE = 16
+"""Tokens of answers that are not measured, as many at once as then are, before each turn."""
 
 
 def measure(
     servers: Sequence[Endpoint], prompts: Sequence[Prompt], at_once: int, options: Mapping[str, Any], repeats: int
 ) -> list[dict[str, Any]]:
-    """A record for each server, which take turns within a repeat; who begins goes round. The same answers as the first
-    one's are counted in the last repeat."""
+    """A record for each server, which take turns within a repeat; who begins goes round, and each turn begins with
+    requests that are not measured. The same answers as the first one's are counted in the last repeat."""
     found: dict[str, list[Load]] = {one.name: [] for one in servers}
     for repeat in range(repeats):
         for turn in range(len(servers)):
             server = servers[(repeat + turn) % len(servers)]
+            # Who has waited while others computed is slow at first.
+            load(server, prompts[:at_once], at_once, {**options, "max_tokens": _NUM_BEFORE})
             found[server.name].append(load(server, prompts, at_once, options))
     texts = {name: [one.text for one in loads[-1].answers] for name, loads in found.items()}
     first = texts[servers[0].name]
