@@ -1,9 +1,9 @@
 """python -m studies.serving: what a client sees of our server and of others, on this machine, in turns.
 
 The same prompts are sent to all of them, streamed, one request after the other and several at once, answers all of the
-same length, each turn after some that are not measured. All serve the same weights in the same number format, on as many threads as the config was tuned with.
-vLLM needs an environment of its own, whose Python is named with --vllm; any other server that runs already and speaks
-the OpenAI protocol is named with --server NAME=URL.
+same length, each turn after some that are not measured. All serve the same weights in the same number format, on as
+many threads as the config was tuned with. vLLM needs an environment of its own, whose Python is named with --vllm; any
+other server that runs already and speaks the OpenAI protocol is named with --server NAME=URL.
 """
 
 from __future__ import annotations
