@@ -631,14 +631,12 @@ class LayerSkipModel:
 
     def _edits(self, given: GenerateArguments) -> LogitEdits | None:
         bias = {} if given.logit_bias is None else given.logit_bias
-        outside = next((one for one in bias if not 0 <= one < self.vocab_size), None)
-        if outside is not None:
-            raise ValueError(f"logit_bias: token ids must be in 0..{self.vocab_size - 1}, got {outside}")
         least = given.min_new_tokens or 0
         if least and given.grammar is not None:
             raise ValueError("min_new_tokens: not together with a grammar, which says where the text ends")
-        ends = self._ends(given) if least else frozenset()
-        return LogitEdits(bias, least, ends) if bias or least else None
+        edits = LogitEdits(bias, least, self._ends(given) if least else frozenset())
+        edits.check(self.vocab_size)
+        return edits if bias or least else None
 
     def _ends(self, given: GenerateArguments) -> frozenset[int]:
         return self.eos_token_ids if given.eos_token_id is None else _id_set(given.eos_token_id)

@@ -107,6 +107,8 @@ class CustomGenerate:
         )
         wrapped = self._wrap(model, given.get("tokenizer"))
         wrapped.check_text_store(self.text_store)
+        if edits is not None:
+            edits.check(wrapped.vocab_size)
         request = _request(input_ids, stopping_criteria, wrapped)
         stats = self.stats = DecodeStats()
         emitted: list[int] = []

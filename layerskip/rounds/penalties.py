@@ -82,6 +82,12 @@ class LogitEdits:
     """Before so many new tokens none of these is possible:"""
     ends: frozenset[int] = frozenset()
 
+    def check(self, vocab_size: int) -> None:
+        """Raises: ValueError for a bias of what is no token id."""
+        outside = next((one for one in self.bias if not 0 <= one < vocab_size), None)
+        if outside is not None:
+            raise ValueError(f"logit_bias: token ids must be in 0..{vocab_size - 1}, got {outside}")
+
     def apply(self, scores: torch.Tensor, num_new: int) -> torch.Tensor:
         """Scores (T, V), of whose rows the first follows so many new tokens, and each of the others one more than the
         row before; a copy where anything is changed."""

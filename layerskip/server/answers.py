@@ -136,7 +136,8 @@ class AnswerFormat:
             yield self._event([self._choice(index, opening, _NOTHING, None)])
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """One event, or none for a piece without text: that of a character that is not complete yet."""
+        """Its events; of a piece without text, as that of a character that is not complete yet, one where its tokens
+        are told of, else none."""
         told = piece
         for part in self._parts(index, piece.text):
             yield self._part(index, part, told)

@@ -48,9 +48,8 @@ class TokenNames:
         ]
 
     def of_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Entry]:
-        """Of each of a prompt's tokens; none where there are no logprobs."""
-        first = [Entry(NamedLogprob(self._text(ids[0]), None), ())]
-        return first + self.entries(ids[1:], logprobs) if logprobs else []
+        """Of each of a prompt's tokens, the first of which has no logprobs."""
+        return [Entry(NamedLogprob(self._text(ids[0]), None), ()), *self.entries(ids[1:], logprobs)]
 
     def _named(self, token: int, logprob: float) -> NamedLogprob:
         return NamedLogprob(self._text(token), max(logprob, _LEAST))

@@ -327,7 +327,7 @@ class DecodeWorker:
                 job.prompt_is_known.set()
                 self._metrics.saw_first_token(time.monotonic() - job.arrived_s)
                 if job.echo is not None:
-                    told = self._names.of_prompt(job.prompt_ids, job.decoding.prompt_logprobs)
+                    told = self._names.of_prompt(job.prompt_ids, job.decoding.prompt_logprobs) if piece.logprobs else []
                     self._send(job, Piece(job.echo, [], told))
             shown = cut.take(piece.ids) if cut is not None else Piece(piece.text, piece.ids)
             num_emitted += len(shown.ids)

@@ -255,6 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "setting": ({"no_repeat_ngram_size": 2}, "got NoRepeatNGramLogitsProcessor"),
     "bad words": ({"bad_words_ids": [[5]]}, "got NoBadWordsLogitsProcessor"),
     "prefix": ({"prefix_allowed_tokens_fn": lambda *_: [1]}, "got PrefixConstrainedLogitsProcessor"),
+    "bias of no token": ({"sequence_bias": {(10**6,): 2.0}}, r"logit_bias: token ids must be in 0\.\.\d+, got 1000000"),
     "bias of several tokens": ({"sequence_bias": {(5, 6): 2.0}}, "got SequenceBiasLogitsProcessor"),
     "second temperature": (
         {

@@ -409,6 +409,10 @@ def test_an_echo_is_the_prompt_with_its_log_probabilities(demo: Serving, demo_mo
     assert "".join(one.choices[0].text for one in events) == choice.text
     plain = client.completions.create(prompt=prompt, **arguments).choices[0]
     assert (plain.text, plain.logprobs) == (choice.text, None)
+    alone = client.completions.create(prompt=ids[:1], logprobs=1, **arguments).choices[0]
+    assert len(alone.logprobs.tokens) == 4
+    assert alone.logprobs.token_logprobs[0] is None
+    assert "".join(alone.logprobs.tokens) == alone.text
 
 
 def test_log_probabilities_of_a_chat_streaming_and_not(chat: Serving, chat_model) -> None:
