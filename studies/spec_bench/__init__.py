@@ -1,0 +1,1 @@
+"""What the search finds on the prompts of Spec-Bench."""

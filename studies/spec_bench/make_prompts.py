@@ -1,0 +1,82 @@
+"""python -m studies.spec_bench.make_prompts QUESTIONS: prompts that a search chooses on, and others that report.
+
+QUESTIONS is Spec-Bench's `data/spec_bench/question.jsonl` (Xia et al., 2024, https://github.com/hemingkx/Spec-Bench): 80
+questions each of six tasks, one of them the first turns of MT-Bench in its eight categories. Of every task equally many
+are drawn for either file, the same ones each time; no question is in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerskip.command_line.cli import OneLineParser, check_least, run_command
+from layerskip.config.decode_config import write_atomically
+from layerskip.config.strict_json import parse_json
+
+PROG = "studies.spec_bench.make_prompts"
+OUT = Path(__file__).resolve().parent
+MULTI_TURN = "multi-turn"
+_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
+"""As the file has them; its other categories are MT-Bench's."""
+_SEED = 0
+
+
+def by_task(lines: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """The questions of each task. Raises: ValueError naming a line that is none."""
+    tasks = defaultdict(list)
+    for number, line in enumerate(lines, start=1):
+        try:
+            question = parse_json(line)
+            task = question["category"] if question["category"] in _TASKS else MULTI_TURN
+            tasks[task].append({"id": question["question_id"], "category": task, "text": question["turns"][0]})
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"line {number}: must be a question of Spec-Bench, got {line[:80]!r}") from None
+    return dict(tasks)
+
+
+def split(tasks: Mapping[str, Sequence[dict[str, Any]]], count: int) -> tuple[list[str], list[str]]:
+    """Lines of either file, `count` of each task. Raises: ValueError where a task has too few."""
+    files: tuple[list[str], list[str]] = [], []
+    random = np.random.default_rng(_SEED)
+    for task, questions in sorted(tasks.items()):
+        if len(questions) < 2 * count:
+            raise ValueError(f"--per-task: {task} has {len(questions)} questions, too few for twice {count}")
+        drawn = random.permutation(len(questions))[: 2 * count]
+        for place, index in enumerate(drawn.tolist()):
+            question = questions[index]
+            line = {"id": question["id"], "category": task}
+            messages = [{"role": "user", "content": question["text"]}]
+            files[place % 2].append(json.dumps(line | {"messages": messages}))
+    return files
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
+    parser.add_argument("questions", type=Path, help="Spec-Bench's question.jsonl")
+    parser.add_argument("--per-task", type=int, default=8, help="questions of each task in either file")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of tuning.jsonl and held_out.jsonl")
+    arguments = parser.parse_args(argv)
+    return run_command(PROG, lambda: _make(arguments))
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    check_least(arguments, per_task=1)
+    text = arguments.questions.read_text(encoding="utf-8")
+    tasks = by_task([line for line in text.split("\n") if line.strip()])
+    for name, lines in zip(("tuning", "held_out"), split(tasks, arguments.per_task), strict=True):
+        write_atomically(arguments.out / f"{name}.jsonl", "\n".join([*lines, ""]))
+        sys.stdout.write(f"{name}.jsonl: {len(lines)} prompts\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
