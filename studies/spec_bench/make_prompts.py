@@ -2,7 +2,7 @@
 
 QUESTIONS is Spec-Bench's `data/spec_bench/question.jsonl` (Xia et al., 2024, https://github.com/hemingkx/Spec-Bench): 80
 questions each of six tasks, one of them the first turns of MT-Bench in its eight categories. Of every task equally many
-are drawn for either file, the same ones each time; no question is in both.
+are drawn for either file, the same ones each time, and the tasks take turns in it; no question is in both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,33 +28,30 @@ _TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 _SEED = 0
 
 
-def by_task(lines: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """The questions of each task. Raises: ValueError naming a line that is none."""
+def by_task(lines: Sequence[str]) -> dict[str, list[str]]:
+    """Prompts as lines of a file, of each task. Raises: ValueError naming a line that is no question."""
     tasks = defaultdict(list)
     for number, line in enumerate(lines, start=1):
         try:
             question = parse_json(line)
             task = question["category"] if question["category"] in _TASKS else MULTI_TURN
-            tasks[task].append({"id": question["question_id"], "category": task, "text": question["turns"][0]})
+            messages = [{"role": "user", "content": question["turns"][0]}]
+            tasks[task].append(json.dumps({"id": question["question_id"], "category": task, "messages": messages}))
         except (ValueError, LookupError, TypeError):
             raise ValueError(f"line {number}: must be a question of Spec-Bench, got {line[:80]!r}") from None
     return dict(tasks)
 
 
-def split(tasks: Mapping[str, Sequence[dict[str, Any]]], count: int) -> tuple[list[str], list[str]]:
+def split(tasks: Mapping[str, Sequence[str]], count: int) -> tuple[list[str], list[str]]:
     """Lines of either file, `count` of each task. Raises: ValueError where a task has too few."""
-    files: tuple[list[str], list[str]] = [], []
-    random = np.random.default_rng(_SEED)
-    for task, questions in sorted(tasks.items()):
-        if len(questions) < 2 * count:
-            raise ValueError(f"--per-task: {task} has {len(questions)} questions, too few for twice {count}")
-        drawn = random.permutation(len(questions))[: 2 * count]
-        for place, index in enumerate(drawn.tolist()):
-            question = questions[index]
-            line = {"id": question["id"], "category": task}
-            messages = [{"role": "user", "content": question["text"]}]
-            files[place % 2].append(json.dumps(line | {"messages": messages}))
-    return files
+    random, drawn = np.random.default_rng(_SEED), []
+    for task, lines in sorted(tasks.items()):
+        if len(lines) < 2 * count:
+            raise ValueError(f"--per-task: {task} has {len(lines)} questions, too few for twice {count}")
+        drawn.append([lines[place] for place in random.permutation(len(lines))[: 2 * count]])
+    turns = [line for turn in zip(*drawn, strict=True) for line in turn]
+    half = len(turns) // 2
+    return turns[:half], turns[half:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
