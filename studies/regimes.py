@@ -48,6 +48,7 @@ class Regime:
         return f"{self.sampling.name}, {self.max_new_tokens} tokens"
 
 
+_TOKENS = 96
 REGIMES = tuple(
     Regime(Sampling.parse(name), num) for name, num in (("greedy", 48), ("greedy", 128), ("t0.7", 96), ("t1", 96))
 )
@@ -79,6 +80,8 @@ class Row:
     training_minutes: float
     """Of these weights."""
     config: dict[str, Any]
+    by_group: dict[str, tuple[float, float, float]]
+    """Speedup and its interval of each group's prompts, where they have groups."""
 
 
 def ways_in(
@@ -132,6 +135,8 @@ def measure(
         for name in ways:
             identical[name] += same[name]
     plain_s = 1.0 / _rate(stats[0])
+    groups = dict.fromkeys(one.group for one in prompts if one.group is not None)
+    members = {name: [row for row, one in enumerate(prompts) if one.group == name] for name in groups}
     rows = {}
     for place, (name, config) in enumerate(ways.items(), start=1):
         total = add_up(stats[place])
@@ -151,6 +156,10 @@ def measure(
             extra_bytes=extra_bytes,
             training_minutes=training_minutes,
             config=config.model_dump(mode="json", exclude_none=True),
+            by_group={
+                group: _speedup(decoding_s[:, places], place, is_sampled=decoder.is_sampled)
+                for group, places in members.items()
+            },
         )
     return rows, repeated_ngram_share(texts)
 
@@ -225,6 +234,19 @@ def details(regime: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def by_group(regime: Mapping[str, Any]) -> str:
+    """Markdown of one regime: ways in rows, groups of prompts in columns; empty where there are none."""
+    groups = [*next(iter(regime["rows"].values()))["by_group"]]
+    if not groups:
+        return ""
+    lines = [f"| {regime['name']} | {' | '.join(groups)} | all |", f"|---{'|---' * (len(groups) + 1)}|"]
+    for name, row in regime["rows"].items():
+        whole = row["speedup"], row["low"], row["high"]
+        cells = [_with_interval(*one) for one in (*row["by_group"].values(), whole)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _with_interval(value: float, low: float, high: float) -> str:
     return f"{value:.2f} ({low:.2f}..{high:.2f})"
 
@@ -234,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m studies.regimes", description=__doc__)
     parser.add_argument("--study", type=Path, default=Path("studies/demo"), help="folder of a finished study")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
+    parser.add_argument("--regimes", nargs="+", metavar="NAME", help="default: greedy at two lengths, t0.7 and t1")
     parser.add_argument("--tokens", type=int, help="tokens in every regime, instead of their own")
     parser.add_argument("--repeats", type=int, default=3, help="times that each way decodes each prompt")
     parser.add_argument(
@@ -259,21 +282,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     model = LayerSkipModel.from_config(paths.best)
-    regimes = [replace(one, max_new_tokens=arguments.tokens or one.max_new_tokens) for one in REGIMES]
+    regimes = _regimes(arguments.regimes, arguments.tokens)
     files = {name: regime_study(spec, paths, name)[1].summary for name in spec.regimes or ()}
     files = files or dict.fromkeys(model.config.regime_names or ("greedy",), paths.summary)
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
     for folder in {file.parent for file in files.values()}:
         model.adapter.know_draft_ids(_draft_ids_of(folder))
     room = max(one.max_new_tokens for one in regimes)
-    held_out = encode_prompts(load_prompts(spec.prompts, spec.held_out)[1], model, room=room)[: arguments.prompts]
+    held_out = load_prompts(spec.prompts, spec.held_out)[1]
+    prompts = encode_prompts(held_out, model, room=room)[: arguments.prompts]
     others = {folder.name: DecodeConfig.load(folder / paths.best.name) for folder in arguments.against}
     found = []
     for regime in regimes:
         ways = ways_in(regime, model.config, summaries, others)
         decoder = ModelDecoder(model, regime.max_new_tokens, regime.sampling.params())
-        measure(decoder, ways, held_out[:1], 1)  # allocators, caches and kernels settle
-        rows, share = measure(decoder, ways, held_out, arguments.repeats)
+        measure(decoder, ways, prompts[:1], 1)  # allocators, caches and kernels settle
+        rows, share = measure(decoder, ways, prompts, arguments.repeats)
         told = {name: asdict(row) for name, row in rows.items()}
         found.append({"name": regime.name, "rows": told, "repeated_ngram_share": share})
     result = {
@@ -286,8 +310,14 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     if arguments.out is not None:
         write_json(arguments.out, result)
-    sys.stdout.write("\n".join([table(result), *map(details, found)]))
+    sys.stdout.write("\n".join([table(result), *map(details, found), *filter(None, map(by_group, found))]))
     return 0
+
+
+def _regimes(names: Sequence[str] | None, num_tokens: int | None) -> list[Regime]:
+    """Raises: ValueError for a name that is none."""
+    chosen = REGIMES if names is None else [Regime(Sampling.parse(name), _TOKENS) for name in names]
+    return [replace(one, max_new_tokens=num_tokens or one.max_new_tokens) for one in chosen]
 
 
 if __name__ == "__main__":

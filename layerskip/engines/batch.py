@@ -7,8 +7,9 @@ leaves between two forwards, which is known as continuous batching.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from layerskip.engines.fused import Forward, FusedEngine
 from layerskip.engines.tree import DraftTree
 
 PROMPT_PIECE = 32
-"""Tokens: with each such piece of a prompt the others go on by a token (`python -m studies.engine.batches`)."""
+"""Tokens: with so many of prompts, for each that there is, the others go on by a token
+(`python -m studies.engine.batches`)."""
 _PIECE_ALONE = 256
-"""The same of one that nobody waits for: as many as the kernels compute at once anyway. Somebody may come, or whoever
-asked may leave."""
+"""The same where nothing but prompts is to be computed: as many as the kernels compute at once anyway. Somebody may
+come, or whoever asked may leave."""
 
 
 class Cancelled(Exception):  # noqa: N818 (nobody is to blame)
@@ -47,9 +49,10 @@ class Batch:
 
     def __init__(self, max_drafting: int | None = None, *, prompt_piece: int = PROMPT_PIECE) -> None:
         """max_drafting: while more run none of them drafts; None: as each one's config says. prompt_piece: most tokens
-        of a prompt that go into a forward which others wait for."""
+        for each prompt that go into a forward which others wait for."""
         self.max_drafting, self.prompt_piece = max_drafting, prompt_piece
-        self._runs: set[greenlet] = set()
+        self._runs: dict[greenlet, None] = {}
+        """In the order that they began in."""
         self._waiting: dict[greenlet, Forward] = {}
         self._computed: dict[greenlet, torch.Tensor | Exception] = {}
         """Whose forward is done, and what it gave or raised."""
@@ -65,7 +68,7 @@ class Batch:
         is_unwanted: asked before its forwards; once it says so, `Cancelled` is raised in the run.
         """
         begun = greenlet(run)
-        self._runs.add(begun)
+        self._runs[begun] = None
         if is_unwanted is not None:
             self._is_unwanted[begun] = is_unwanted
         self._go_on(begun)
@@ -81,7 +84,7 @@ class Batch:
             ]:
                 del self._waiting[run]
                 self._computed[run] = Cancelled()
-            self._compute()
+            self._compute()  # perhaps nothing but pieces, for which nobody goes on
         while self._computed:
             run = next(iter(self._computed))
             self._go_on(run, self._computed.pop(run))
@@ -123,13 +126,49 @@ class Batch:
             groups.setdefault(one.engine.shared_by(one.mask), []).append(run)
         if not groups:
             return
-        runs = next((group for key, group in groups.items() if key.drafts), next(iter(groups.values())))
-        forwards = [self._waiting.pop(run) for run in runs]
+        drafts = (group for key, group in groups.items() if key.drafts and not self._are_prompts(group))
+        now = self._pieces(next(drafts, next(iter(groups.values()))))
+        forwards = [*now.values()]
         try:
             found: list[Any] = forwards[0].engine.compute(forwards)
         except Exception as error:  # noqa: BLE001 - raised where it was waited for
-            found = [error] * len(runs)
-        self._computed.update(zip(runs, found, strict=True))
+            found = [error] * len(now)
+        for (run, piece), logits in zip(now.items(), found, strict=True):
+            whole = self._waiting.pop(run)
+            if piece is whole or isinstance(logits, Exception):
+                self._computed[run] = logits
+            else:
+                rest = whole.ids[len(piece.ids) :]
+                self._waiting[run] = replace(whole, ids=rest, in_pieces=len(rest) > whole.num_logits)
+
+    def _are_prompts(self, runs: Iterable[greenlet]) -> bool:
+        return all(self._waiting[run].in_pieces for run in runs)
+
+    def _pieces(self, runs: Sequence[greenlet]) -> dict[greenlet, Forward]:
+        """What of their forwards is computed now: of prompts half for the one that came first, which so is never left
+        behind, the rest for those of which least is left, so that one after the other is answered instead of all late.
+        """
+        forwards = {run: self._waiting[run] for run in runs}
+        prompts = [run for run in self._runs if run in forwards and forwards[run].in_pieces]
+        if not prompts:
+            return forwards
+        room = _PIECE_ALONE if self._are_prompts(self._waiting) else self.prompt_piece * len(prompts)
+        counts = dict.fromkeys(prompts, 0)
+        for run, most in [(prompts[0], room // 2), *((one, room) for one in sorted(prompts, key=self._num_left))]:
+            count = min(self._num_left(run) - counts[run], most, room)
+            counts[run] += count
+            room -= count
+        for run, count in counts.items():
+            whole = forwards[run]
+            if not count:
+                del forwards[run]
+            elif count < len(whole.ids):
+                ids = whole.ids[: min(count, len(whole.ids) - whole.num_logits)]
+                forwards[run] = replace(whole, ids=ids, num_logits=1)
+        return forwards
+
+    def _num_left(self, run: greenlet) -> int:
+        return len(self._waiting[run].ids)
 
     def _go_on(self, run: greenlet, found: torch.Tensor | Exception | None = None) -> None:
         try:
@@ -139,7 +178,7 @@ class Batch:
                 forward = run.throw(found) if isinstance(found, Exception) else run.switch(*arguments)
         finally:
             if run.dead:
-                self._runs.discard(run)
+                self._runs.pop(run, None)
                 self._is_unwanted.pop(run, None)
         if not run.dead:
             self._waiting[run] = forward
@@ -164,11 +203,8 @@ class Slot(FusedEngine):
         return self._batch.num_running <= self._max_drafting
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
-        batch = self._batch
-        while len(input_ids) > (most := max(batch.prompt_piece if batch.num_running > 1 else _PIECE_ALONE, num_logits)):
-            batch.wait_for(Forward(self, input_ids[:most], 1, mask))
-            input_ids = input_ids[most:]
-        return batch.wait_for(Forward(self, input_ids, num_logits, mask))
+        in_pieces = len(input_ids) > max(self._batch.prompt_piece, num_logits)
+        return self._batch.wait_for(Forward(self, input_ids, num_logits, mask, in_pieces=in_pieces))
 
     def verify_tree(self, input_ids: torch.Tensor, tree: DraftTree) -> torch.Tensor:
         """See `Engine`."""

@@ -362,6 +362,8 @@ class Forward:
     mask: SkipMask | None = None
     tree: DraftTree | None = None
     """Without one the tokens simply follow each other."""
+    in_pieces: bool = False
+    """Whether a batch may compute its first tokens before the others, as of a prompt."""
 
 
 def _split(x: torch.Tensor, steps: Sequence[_Step]) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,9 @@
 """python -m studies.spec_bench.make_prompts QUESTIONS: prompts that a search chooses on, and others that report.
 
-QUESTIONS is Spec-Bench's `data/spec_bench/question.jsonl` (Xia et al., 2024, https://github.com/hemingkx/Spec-Bench): 80
-questions each of six tasks, one of them the first turns of MT-Bench in its eight categories. Of every task equally many
-are drawn for either file, the same ones each time, and the tasks take turns in it; no question is in both.
+QUESTIONS is `data/spec_bench/question.jsonl` of Spec-Bench (Xia et al., 2024, https://github.com/hemingkx/Spec-Bench):
+80 questions each of six tasks, one of them the first turns of MT-Bench in its eight categories. Of every task equally
+many are drawn, the same ones each time, and the tasks take turns; no question is in both files. The held-out file has
+twice as many, half of which choose among a search's finalists.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ def by_task(lines: Sequence[str]) -> dict[str, list[str]]:
 
 
 def split(tasks: Mapping[str, Sequence[str]], count: int) -> tuple[list[str], list[str]]:
-    """Lines of either file, `count` of each task. Raises: ValueError where a task has too few."""
+    """Lines of the files, `count` of each task and twice as many. Raises: ValueError where a task has too few."""
     random, drawn = np.random.default_rng(_SEED), []
     for task, lines in sorted(tasks.items()):
-        if len(lines) < 2 * count:
-            raise ValueError(f"--per-task: {task} has {len(lines)} questions, too few for twice {count}")
-        drawn.append([lines[place] for place in random.permutation(len(lines))[: 2 * count]])
+        if len(lines) < 3 * count:
+            raise ValueError(f"--per-task: {task} has {len(lines)} questions, too few for three times {count}")
+        drawn.append([lines[place] for place in random.permutation(len(lines))[: 3 * count]])
     turns = [line for turn in zip(*drawn, strict=True) for line in turn]
-    half = len(turns) // 2
-    return turns[:half], turns[half:]
+    third = len(turns) // 3
+    return turns[:third], turns[third:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__)
     parser.add_argument("questions", type=Path, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--per-task", type=int, default=8, help="questions of each task in either file")
+    parser.add_argument("--per-task", type=int, default=8, help="questions of each task in the tuning file")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of tuning.jsonl and held_out.jsonl")
     arguments = parser.parse_args(argv)
     return run_command(PROG, lambda: _make(arguments))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
+
 from layerskip import DecodeConfig, SkipMask
 from layerskip.config.decode_config import RegimeSetting
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.measure.decoder import ModelDecoder
 from search.study.prompts import EncodedPrompt
-from studies.regimes import Regime, details, measure, table, ways_in
+from studies.regimes import Regime, by_group, details, measure, table, ways_in
 from tests.layerskip import zoo
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
@@ -56,7 +58,7 @@ def test_each_regime_has_its_own_ways() -> None:
 
 def test_rows_and_table() -> None:
     model = zoo.layerskip_of("llama fused")
-    prompts = [EncodedPrompt(str(seed), None, zoo.prompt_of(6, seed=seed)) for seed in range(3)]
+    prompts = [EncodedPrompt(str(seed), group, zoo.prompt_of(6, seed=seed)) for seed, group in enumerate("aba")]
     found = []
     for regime in (Regime(GREEDY, 12), Regime(WARM, 12)):
         ways = ways_in(regime, CONFIG, SUMMARIES)
@@ -77,6 +79,14 @@ def test_rows_and_table() -> None:
             "---|---|---|---|---|---|---|---|---|---|---",
             *rows,
         ]
+        grouped = [line.split(" | ") for line in by_group(found[-1]).splitlines()]
+        assert [grouped[0], *[line[0] for line in grouped[2:]]] == [
+            [f"| {regime.name}", "a", "b", "all |"],
+            *(f"| {name}" for name in rows),
+        ]
+        exported = rows["exported"]
+        assert exported.by_group["a"][0] ** 2 * exported.by_group["b"][0] == pytest.approx(exported.speedup**3)
+    assert by_group({"name": "t1", "rows": {"exported": {"by_group": {}}}}) == ""
     lines = table({"regimes": found}).splitlines()
     assert lines[0] == "| way | greedy, 12 tokens | t0.7, 12 tokens |"
     assert [line.split(" | ")[0] for line in lines[2:]] == [

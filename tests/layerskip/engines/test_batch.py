@@ -116,7 +116,7 @@ def test_a_prompt_comes_in_pieces_beside_others_and_whole_alone(computed: list[l
     long, short = zoo.prompt_of(20, seed=1), zoo.prompt_of(3, seed=2)
     streams = [model.stream(one, max_new_tokens=9, config=plain, batch=batch) for one in (short, long, long)]
     batch.run_all([partial(deque, one, 0) for one in streams[:2]], 2)
-    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[3, 8], [1, 8], [1, 4], [1, 1]]
+    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[3, 8], [8, 1], [4, 1], [1, 1]]
     computed.clear()
     batch.run_all([partial(deque, streams[2], 0)], 2)
     assert len(computed[0][0].ids) == 20
@@ -138,9 +138,51 @@ def test_alone_a_long_prompt_comes_in_larger_pieces(
     batch.start(partial(deque, streams[1], 0))
     while batch.num_running:
         batch.step()
-    # The piece that waited already is as it was.
-    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[8], [8, 3], [4, 1], [4, 1]]
+    assert [[len(one.ids) for one in shared] for shared in computed[:4]] == [[8], [4, 3], [4, 1], [4, 1]]
     assert [one.output().ids for one in streams] == [model.generate(one, max_new_tokens=9).ids for one in (long, short)]
+
+
+def test_prompts_are_answered_one_after_the_other_and_none_is_left_behind(
+    computed: list[list[Forward]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what is computed is of the prompt that came first, the rest of the one that has least left."""
+    monkeypatch.setattr("layerskip.engines.batch._PIECE_ALONE", 16)
+    model, batch = zoo.layerskip_of("llama fused"), Batch(prompt_piece=4)
+    prompts = [zoo.prompt_of(count, seed=count) for count in (40, 41, 24)]
+    streams = [model.stream(one, max_new_tokens=20, batch=batch) for one in prompts]
+    computed.clear()
+    for one in streams:
+        batch.start(partial(deque, one, 0))
+    while batch.num_running:
+        batch.step()
+    assert [[len(one.ids) for one in shared] for shared in computed[:9]] == [
+        *([8, 8],) * 3,  # of the first and the third, which then says its first token
+        *([8, 1],) * 2,  # four for each of the two that are left, none of the second before the first is known
+        [4, 1, 1],
+        *([4, 1, 1],) * 3,
+    ]
+    assert [one.output().ids for one in streams] == [model.generate(one, max_new_tokens=20).ids for one in prompts]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "hybrid draft_model"])
+def test_nobody_waits_for_the_whole_prompt_of_a_draft_model(kind: str, computed: list[list[Forward]]) -> None:
+    model, batch = zoo.layerskip_of("llama fused"), Batch(prompt_piece=4)
+    config = config_of(kind, "llama fused", MASK)
+    long = zoo.prompt_of(40, seed=1)
+    computed.clear()
+    streams = [model.stream(PROMPT, max_new_tokens=30, config=DecodeConfig.plain(zoo.NUM_LAYERS), batch=batch)]
+    streams += [model.stream(long, max_new_tokens=6, config=config, batch=batch)]
+    batch.run_all([partial(deque, one, 0) for one in streams], 2)
+    pieces = [shared for shared in computed if any(one.engine._drafts and len(one.ids) == 4 for one in shared)]
+    assert len(pieces) >= 9
+    last = max(place for place, shared in enumerate(computed) if shared in pieces)
+    first = min(place for place, shared in enumerate(computed) if shared in pieces)
+    between = [shared for shared in computed[first:last] if shared not in pieces]
+    assert len(between) >= len(pieces) - 1
+    assert [one.output().ids for one in streams] == [
+        model.generate(PROMPT, max_new_tokens=30).ids,
+        model.generate(long, max_new_tokens=6).ids,
+    ]
 
 
 def test_a_run_that_nobody_wants_ends_amid_its_prompt_and_the_others_go_on() -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from layerskip import LayerSkipModel
-from layerskip.engines.batch import Batch
-from layerskip.engines.fused import Forward
+from layerskip.engines.fused import Forward, FusedEngine
 from tests.layerskip.engines.test_batch import computed
 from tests.layerskip.server.test_server_load import FailingStream
 from tests.layerskip.serving import MODEL_ID, completion_request, serving, tiny_model, wait_for
@@ -95,17 +94,17 @@ def test_a_client_that_leaves_amid_its_prompt_is_noticed_there(
     """Each piece waits for the test, so that the client leaves before the last."""
     pieces, may_go_on = list[int](), threading.Event()
 
-    def wait_for_piece(self: Batch, forward: Forward) -> torch.Tensor:
-        if len(forward.ids) > 1:
-            pieces.append(len(forward.ids))
+    def compute(self: FusedEngine, forwards: list[Forward]) -> list[torch.Tensor]:
+        if len(forwards[0].ids) > 1:
+            pieces.append(len(forwards[0].ids))
             if len(pieces) == 2:
                 assert may_go_on.wait(60)
-        return own_wait(self, forward)
+        return own(self, forwards)
 
-    own_wait = Batch.wait_for
-    monkeypatch.setattr(Batch, "wait_for", wait_for_piece)
+    own = FusedEngine.compute
     monkeypatch.setattr("layerskip.engines.batch._PIECE_ALONE", 8)
     with serving(model, max_batch_size=2) as server:
+        monkeypatch.setattr(FusedEngine, "compute", compute)
         client = server.open_socket(completion_request(prompt=[5] * 80, max_tokens=4))
         wait_for(lambda: len(pieces) == 2, "the prompt is under way")
         client.close()
