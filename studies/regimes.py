@@ -155,7 +155,7 @@ def measure(
             mean_accepted_length=total.mean_accepted_length,
             extra_bytes=extra_bytes,
             training_minutes=training_minutes,
-            config=config.model_dump(mode="json", exclude_none=True),
+            config=config.model_dump(mode="json", exclude_none=True, exclude={"draft_ids"}),
             by_group={
                 group: _speedup(decoding_s[:, places], place, is_sampled=decoder.is_sampled)
                 for group, places in members.items()

@@ -18,13 +18,11 @@ from layerskip import DecodeConfig
 from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.model import resolve_model_path
 from layerskip.prompts import Prompt, read_prompts
-from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say, spread
+from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, say, spread, write_json
 from studies.serving.requests import Endpoint, Load, load
 from studies.serving.servers import OURS, PLAIN, VLLM, VLLM_NGRAMS, Subject, running
 
 PROG = "studies.serving"
-_NUM_FIRST = 2
-"""Requests that are not measured, of each server."""
 _NUM_BEFORE = 16
 """Tokens of answers that are not measured, as many at once as then are, before each turn."""
 
@@ -126,15 +124,15 @@ def _run(arguments: argparse.Namespace) -> int:
         servers = own + [Endpoint.at(name, url) for name, url in others.items()]
         for temperature in arguments.temperatures:
             options = {"temperature": temperature, "max_tokens": arguments.new_tokens, "ignore_eos": True}
-            for server in servers:
-                load(server, prompts[:_NUM_FIRST], 1, options)
-            cells, counts = [], {}
+            cells, counts = list[dict[str, Any]](), dict[str, int]()
+            record["regimes"].append({"temperature": temperature, "num_prompts": counts, "cells": cells})
             for at_once in arguments.at_once:
                 asked = prompts[: max(arguments.requests, 2 * at_once)]
                 counts[str(at_once)] = len(asked)
                 cells += measure(servers, asked, at_once, options, arguments.repeats)
+                if arguments.out is not None:  # should a server fail later
+                    write_json(arguments.out, record)
                 say(f"{_regime(temperature)}, {at_once} at once: measured")
-            record["regimes"].append({"temperature": temperature, "num_prompts": counts, "cells": cells})
     finish(arguments.out, record, table(record))
     return 0
 

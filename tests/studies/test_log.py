@@ -47,6 +47,19 @@ def test_outputs_are_of_the_command_and_the_commit_that_the_log_says(path: str, 
         assert facts["command"] == command.strip("`")
 
 
+SEARCHES = [path for path, _, _ in OUTPUTS if path.endswith("/summary.json")]
+
+
+def test_summaries_of_second_regimes_are_of_the_same_run() -> None:
+    found = [(ROOT / path, one) for path in SEARCHES for one in (ROOT / path).parent.glob("*/summary.json")]
+    seconds = [(first, one) for first, one in found if str(one.relative_to(ROOT)) not in SEARCHES]
+    assert len(seconds) > 10
+    for first, one in seconds:
+        own, other = (facts_in(str(path.relative_to(ROOT))) for path in (one, first))
+        assert own["command"] == other["command"], one
+        assert own["commit"].removesuffix("+changes") == other["commit"].removesuffix("+changes"), one
+
+
 def test_every_finding_names_where_it_stands() -> None:
     """Its own file or command, or `The same`, for the finding before it; what has no output yet has no figure."""
     findings = re.findall(r"^- (.+(?:\n  .+)*)", LOG, re.MULTILINE)
@@ -70,6 +83,8 @@ SEARCHED = (
     "smollm2/bfloat16",
     "smollm2/bfloat16/t0.7_p0.8_k20_pres1.5",
     "smollm2/trained",
+    "spec_bench/smollm2",
+    "spec_bench/smollm2/t0.7",
     "smollm2/int8",
     "smollm2/int8/t0.7",
     "qwen_coder",
@@ -108,6 +123,15 @@ def test_the_readmes_table_of_what_was_found_is_that_of_the_searches() -> None:
         numbers = [confirmed[name] for name in ("speedup", "speedup_ci_low", "speedup_ci_high")]
         numbers += [best[chosen], best["layer_skip"], best["prompt_lookup"]]
         assert row == tuple(f"{one:.2f}" for one in numbers), study
+
+
+def test_spec_benchs_tables_are_those_of_the_output() -> None:
+    from studies.regimes import by_group
+
+    folder = ROOT / "studies" / "spec_bench"
+    record = json.loads((folder / "smollm2" / "regimes.json").read_text(encoding="utf-8"))
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert all(by_group(one) in text for one in record["regimes"])
 
 
 def test_the_readmes_row_of_searches_is_that_of_the_output() -> None:
