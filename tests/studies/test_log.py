@@ -90,6 +90,7 @@ SEARCHED = (
     "qwen_coder",
     "qwen_coder/t0.7",
     "qwen_coder/published",
+    "spec_bench/qwen_coder",
     "qwen_coder/int8",
     "qwen_coder/int8/t0.7",
     "qwen_coder/int4",
