@@ -205,23 +205,23 @@ def _weights_of(model: LayerSkipModel, config: DecodeConfig) -> tuple[int, float
 def table(result: Mapping[str, Any]) -> str:
     """Markdown: ways in rows, regimes in columns."""
     regimes = result["regimes"]
-    lines = [f"| way | {' | '.join(one['name'] for one in regimes)} |", f"|---{'|---' * len(regimes)}|"]
+    rows = []
     for name in dict.fromkeys(name for one in regimes for name in one["rows"]):
         cells = []
         for one in regimes:
             row = one["rows"].get(name)
             cells.append(_with_interval(row["speedup"], row["low"], row["high"]) if row else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append([name, *cells])
     shares = [one["repeated_ngram_share"] for one in regimes]
     told = ["-" if share is None else f"{100 * share:.0f} %" for share in shares]
-    return "\n".join([*lines, f"| *4-grams that were there before* | {' | '.join(told)} |"]) + "\n"
+    return _lines(["way", *(one["name"] for one in regimes)], [*rows, ["*4-grams that were there before*", *told]])
 
 
 def details(regime: Mapping[str, Any]) -> str:
     """Markdown of one regime: what each way costs and what of it was right."""
     heads = ("tokens/s", "speedup", "prompts included", "draft token", "verification", "accepted", "at places 1 to 4")
     heads = (*heads, "tokens a round", "extra MB", "training, minutes")
-    lines = [f"| {regime['name']} | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
+    rows = []
     for name, row in regime["rows"].items():
         places = " ".join(f"{one:.2f}" for one in row["accepted_by_position"][:4])
         cells = [f"{row['tokens_per_s']:.0f}", _with_interval(row["speedup"], row["low"], row["high"])]
@@ -230,8 +230,8 @@ def details(regime: Mapping[str, Any]) -> str:
         cells += ["" if row["acceptance_rate"] is None else f"{100 * row['acceptance_rate']:.0f} %", places]
         cells += ["" if row["mean_accepted_length"] is None else f"{row['mean_accepted_length']:.2f}"]
         cells += [f"{row['extra_bytes'] / 1e6:.1f}", f"{row['training_minutes']:.0f}"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *cells])
+    return _lines([regime["name"], *heads], rows)
 
 
 def by_group(regime: Mapping[str, Any]) -> str:
@@ -239,12 +239,16 @@ def by_group(regime: Mapping[str, Any]) -> str:
     groups = [*next(iter(regime["rows"].values()))["by_group"]]
     if not groups:
         return ""
-    lines = [f"| {regime['name']} | {' | '.join(groups)} | all |", f"|---{'|---' * (len(groups) + 1)}|"]
+    rows = []
     for name, row in regime["rows"].items():
         whole = row["speedup"], row["low"], row["high"]
-        cells = [_with_interval(*one) for one in (*row["by_group"].values(), whole)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *(_with_interval(*one) for one in (*row["by_group"].values(), whole))])
+    return _lines([regime["name"], *groups, "all"], rows)
+
+
+def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
+    return "\n".join([head, "|---" * len(header) + "|", *lines]) + "\n"
 
 
 def _with_interval(value: float, low: float, high: float) -> str:
@@ -256,8 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m studies.regimes", description=__doc__)
     parser.add_argument("--study", type=Path, default=Path("studies/demo"), help="folder of a finished study")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
-    parser.add_argument("--regimes", nargs="+", metavar="NAME", help="default: greedy at two lengths, t0.7 and t1")
-    parser.add_argument("--tokens", type=int, help="tokens in every regime, instead of their own")
+    parser.add_argument("--regimes", nargs="+", metavar="NAME", help="default: greedy, t0.7 and t1")
+    parser.add_argument("--tokens", type=int, help="in every regime, in place of its own; named ones have 96")
     parser.add_argument("--repeats", type=int, default=3, help="times that each way decodes each prompt")
     parser.add_argument(
         "--against",
@@ -272,7 +276,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_least(arguments, prompts=2, repeats=1)
+    check_least(arguments, prompts=2, tokens=2, repeats=1)
+    regimes = _regimes(arguments.regimes, arguments.tokens)
     import torch
 
     from search.study.prompts import encode_prompts, load_prompts
@@ -282,7 +287,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     model = LayerSkipModel.from_config(paths.best)
-    regimes = _regimes(arguments.regimes, arguments.tokens)
     files = {name: regime_study(spec, paths, name)[1].summary for name in spec.regimes or ()}
     files = files or dict.fromkeys(model.config.regime_names or ("greedy",), paths.summary)
     summaries = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}

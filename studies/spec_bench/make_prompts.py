@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from layerskip.command_line.cli import OneLineParser, check_least, run_command
+from layerskip.command_line.cli import OneLineParser, check_folders, check_least, run_command
 from layerskip.config.decode_config import write_atomically
 from layerskip.config.strict_json import parse_json
 
@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(arguments: argparse.Namespace) -> int:
     check_least(arguments, per_task=1)
+    check_folders(arguments, "out")
+    if not arguments.questions.is_file():
+        raise FileNotFoundError(f"questions: no such file: {arguments.questions}")
     text = arguments.questions.read_text(encoding="utf-8")
+    # Not by `read_prompts`, which refuses the lists in `reference` that this file has.
     tasks = by_task([line for line in text.split("\n") if line.strip()])
     for name, lines in zip(("tuning", "held_out"), split(tasks, arguments.per_task), strict=True):
         write_atomically(arguments.out / f"{name}.jsonl", "\n".join([*lines, ""]))

@@ -11,7 +11,7 @@ from layerskip.config.decode_config import RegimeSetting
 from layerskip.config.sampling_regime import GREEDY, Sampling
 from search.measure.decoder import ModelDecoder
 from search.study.prompts import EncodedPrompt
-from studies.regimes import Regime, by_group, details, measure, table, ways_in
+from studies.regimes import Regime, by_group, details, main, measure, table, ways_in
 from tests.layerskip import zoo
 
 MASK = SkipMask.from_layers(zoo.NUM_LAYERS, [1])
@@ -96,3 +96,20 @@ def test_rows_and_table() -> None:
         "| best suffix",
         "| *4-grams that were there before*",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--regimes", "t9x"], "t9x"),
+        (["--tokens", "0"], "--tokens: must be at least 2, got 0"),
+    ],
+)
+def test_bad_arguments_are_named_before_a_model_is_loaded(
+    arguments: list[str], rule: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("studies.regimes.LayerSkipModel", None)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert rule in error
+    assert error.count("\n") == 1

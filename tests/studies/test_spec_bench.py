@@ -51,6 +51,7 @@ def test_both_files_have_as_many_of_each_task_and_none_twice(
         ("", ["--per-task", "0"], "--per-task: must be at least 1, got 0"),
         ('{"prompt": "def"}', [], 'line 25: must be a question of Spec-Bench, got \'{"prompt": "def"}\''),
         ("{", [], "line 25: must be a question of Spec-Bench, got '{'"),
+        ("", ["--out", "nowhere"], "--out: no such folder: nowhere"),
     ],
 )
 def test_refusals(
@@ -61,3 +62,6 @@ def test_refusals(
     assert main([str(file), "--out", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not [*tmp_path.glob("*g.jsonl")]
+    file.unlink()
+    assert main([str(file), "--out", str(tmp_path)]) == 2
+    assert f"questions: no such file: {file}" in capsys.readouterr().err
