@@ -14,14 +14,16 @@ from layerskip import generate
 from search import run
 
 ROOT = Path(__file__).parents[1]
-DOOR, DECODING, SEARCH, PREDICTING, STUDIES = (
+DOOR, DECODING, ENGINES, SERVING, SEARCH, PREDICTING, STUDIES = (
     "README.md",
     "layerskip/README.md",
+    "layerskip/engines/README.md",
+    "layerskip/server/README.md",
     "search/README.md",
     "search/predict/README.md",
     "studies/README.md",
 )
-DOCUMENTS = {DOOR: 180, DECODING: 250, SEARCH: 250, PREDICTING: 250, STUDIES: 250}
+DOCUMENTS = {DOOR: 180, DECODING: 250, ENGINES: 100, SERVING: 100, SEARCH: 250, PREDICTING: 250, STUDIES: 250}
 """Most lines of each: they are read by tired people."""
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from layerskip.command_line.cli import OneLineParser, check_folders, check_least, run_command
 from layerskip.config.decode_config import write_atomically
-from layerskip.config.strict_json import parse_json
+from layerskip.prompts import Prompt, read_prompts
+from search.study.grouping import NO_GROUPS
 
 PROG = "studies.spec_bench.make_prompts"
 OUT = Path(__file__).resolve().parent
@@ -29,17 +30,15 @@ _TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 _SEED = 0
 
 
-def by_task(lines: Sequence[str]) -> dict[str, list[str]]:
+def by_task(questions: Sequence[Prompt]) -> dict[str, list[str]]:
     """Prompts as lines of a file, of each task. Raises: ValueError naming a line that is no question."""
     tasks = defaultdict(list)
-    for number, line in enumerate(lines, start=1):
-        try:
-            question = parse_json(line)
-            task = question["category"] if question["category"] in _TASKS else MULTI_TURN
-            messages = [{"role": "user", "content": question["turns"][0]}]
-            tasks[task].append(json.dumps({"id": question["question_id"], "category": task, "messages": messages}))
-        except (ValueError, LookupError, TypeError):
-            raise ValueError(f"line {number}: must be a question of Spec-Bench, got {line[:80]!r}") from None
+    for one in questions:
+        if one.kind != "turn":
+            raise ValueError(f"{one.source}: must be a question of Spec-Bench, with turns")
+        task = one.group if one.group in _TASKS else MULTI_TURN
+        messages = [{"role": role, "content": content} for role, content in one.messages]
+        tasks[task].append(json.dumps({"id": one.prompt_id, "category": task, "messages": messages}))
     return dict(tasks)
 
 
@@ -68,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make(arguments: argparse.Namespace) -> int:
     check_least(arguments, per_task=1)
     check_folders(arguments, "out")
-    if not arguments.questions.is_file():
-        raise FileNotFoundError(f"questions: no such file: {arguments.questions}")
-    text = arguments.questions.read_text(encoding="utf-8")
-    # Not by `read_prompts`, which refuses the lists in `reference` that this file has.
-    tasks = by_task([line for line in text.split("\n") if line.strip()])
+    tasks = by_task(read_prompts(arguments.questions, NO_GROUPS))
     for name, lines in zip(("tuning", "held_out"), split(tasks, arguments.per_task), strict=True):
         write_atomically(arguments.out / f"{name}.jsonl", "\n".join([*lines, ""]))
         sys.stdout.write(f"{name}.jsonl: {len(lines)} prompts\n")

@@ -17,7 +17,10 @@ CATEGORIES = ("qa", "rag", "writing", "math")
 
 def questions(tmp_path: Path, count: int = 6) -> Path:
     lines = [
-        json.dumps({"question_id": place, "category": category, "turns": [f"{category} {place}?", "And why?"]})
+        json.dumps(
+            {"question_id": place, "category": category, "turns": [f"{category} {place}?", "And why?"]}
+            | ({"reference": [["of", "lists"]]} if category == "rag" else {})
+        )
         for place, category in enumerate(category for category in CATEGORIES for _ in range(count))
     ]
     file = tmp_path / "question.jsonl"
@@ -49,8 +52,8 @@ def test_both_files_have_as_many_of_each_task_and_none_twice(
     [
         ("", ["--per-task", "3"], "--per-task: qa has 6 questions, too few for three times 3"),
         ("", ["--per-task", "0"], "--per-task: must be at least 1, got 0"),
-        ('{"prompt": "def"}', [], 'line 25: must be a question of Spec-Bench, got \'{"prompt": "def"}\''),
-        ("{", [], "line 25: must be a question of Spec-Bench, got '{'"),
+        ('{"prompt": "def"}', [], "question.jsonl:25: must be a question of Spec-Bench, with turns"),
+        ("{", [], "question.jsonl:25: not valid JSON"),
         ("", ["--out", "nowhere"], "--out: no such folder: nowhere"),
     ],
 )
@@ -64,4 +67,4 @@ def test_refusals(
     assert not [*tmp_path.glob("*g.jsonl")]
     file.unlink()
     assert main([str(file), "--out", str(tmp_path)]) == 2
-    assert f"questions: no such file: {file}" in capsys.readouterr().err
+    assert f"{file}: no such prompt file" in capsys.readouterr().err
