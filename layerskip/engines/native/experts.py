@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,9 @@ from layerskip.engines.lean.layers import LayerMaker, Norm, first_of, gated_modu
 from layerskip.engines.lean.linear import fused
 from layerskip.engines.native import library
 from layerskip.engines.native.linear import NativeLinear, activation_number, norm_part, norm_weight, rows_of
+
+InPlace = Callable[[torch.Tensor, DraftBits | None], NativeLinear]
+"""Makes a matrix that is read where it lies, or one that is rounded to so many bits."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,7 @@ class NativeExperts:
     activation: int
 
     @classmethod
-    def of(
-        cls, maker: LayerMaker, layer: Any, block: Any, kernels: ctypes.CDLL, *, bits: DraftBits | None
-    ) -> NativeExperts:
+    def of(cls, maker: LayerMaker, layer: Any, block: Any, linear: InPlace, *, bits: DraftBits | None) -> NativeExperts:
         """A decoder layer's. Raises: ValueError if it has parts that are not written here."""
         chooser, own = first_of(block, "gate", "router"), block.experts
         routing, activation = ROUTINGS.get(type(chooser).__name__), activation_number(plain_activation(own.act_fn))
@@ -86,17 +88,14 @@ class NativeExperts:
         beside = first_of(block, "shared_expert", "shared_experts") or getattr(layer, "shared_mlp", None)
         gate = getattr(block, "shared_expert_gate", None)
 
-        def linear(weight: torch.Tensor, bits: DraftBits | None = bits) -> NativeLinear:
-            return NativeLinear.of(kernels, [weight], None, bits=bits, in_place=True)
-
         return cls(
             norm=Norm(first_of(layer, "post_attention_layernorm", "ffn_norm")),
             router=linear(chooser.weight, None),
             routing=routing,
             chooser=chooser,
             preferences=None if preferences is None else preferences.detach().float(),
-            gate_up=tuple(linear(one) for one in own.gate_up_proj.detach()),
-            down=tuple(linear(one) for one in own.down_proj.detach()),
+            gate_up=tuple(linear(one, bits) for one in own.gate_up_proj.detach()),
+            down=tuple(linear(one, bits) for one in own.down_proj.detach()),
             shared=None if beside is None else _shared(maker, beside),
             shared_router=None if gate is None else linear(gate.weight, None),
             scale=float(getattr(layer, "residual_multiplier", 1.0)),

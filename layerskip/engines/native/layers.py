@@ -14,6 +14,7 @@ from layerskip.engines.lean.layers import Attention, LayerMaker, Mlp
 from layerskip.engines.lean.rotary import Rotation
 from layerskip.engines.native import library
 from layerskip.engines.native.experts import NativeExperts, experts_of
+from layerskip.engines.native.huge_pages import HugePages
 from layerskip.engines.native.linear import (
     NativeEnding,
     NativeLinear,
@@ -39,6 +40,7 @@ class NativeLayers(LayerMaker):
         if isinstance(found, str):
             raise ValueError(f"kernels: {found}")
         self.kernels, self._bits, self.in_place = found, bits, in_place
+        self._memory = HugePages()
 
     @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -57,7 +59,12 @@ class NativeLayers(LayerMaker):
     def linear(
         self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, order: torch.Tensor | None = None
     ) -> NativeLinear:
-        return NativeLinear.of(self.kernels, weights, bias, order, bits=self._bits, in_place=self.in_place)
+        linear = NativeLinear.of(self.kernels, weights, bias, order, bits=self._bits, in_place=self.in_place)
+        return linear.kept_in(self._memory)
+
+    def _in_place(self, weight: torch.Tensor, bits: DraftBits | None) -> NativeLinear:
+        """Without a copy of whole weights, whatever was asked for."""
+        return NativeLinear.of(self.kernels, [weight], None, bits=bits, in_place=True).kept_in(self._memory)
 
     def rounded(self, bits: DraftBits) -> LayerMaker:
         return NativeLayers(bits=bits)
@@ -74,7 +81,7 @@ class NativeLayers(LayerMaker):
     def mlp(self, layer: Any) -> Any:
         """See `LayerMaker`; or `NativeExperts`. Raises: ValueError for what is not written here."""
         if (block := experts_of(layer)) is not None:
-            return NativeExperts.of(self, layer, block, self.kernels, bits=self._bits)
+            return NativeExperts.of(self, layer, block, self._in_place, bits=self._bits)
         part = super().mlp(layer)
         return part if activation_number(part.activation) is None else NativeMlp(**vars(part))
 

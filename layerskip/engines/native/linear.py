@@ -17,6 +17,7 @@ from layerskip.config.skip_mask import DraftBits
 from layerskip.engines.lean.layers import FinishedLinear, Norm
 from layerskip.engines.lean.linear import Linear, joined, reordered
 from layerskip.engines.native import library
+from layerskip.engines.native.huge_pages import HugePages
 from layerskip.huggingface.quantization.products import rounded_groups, rounded_weights
 from layerskip.huggingface.quantization.weights import GROUP, Int4Weights, is_plain, joined_quantized, stored_bytes
 
@@ -113,6 +114,10 @@ class NativeLinear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, residual)
+
+    def kept_in(self, memory: HugePages) -> NativeLinear:
+        """Its packed weights moved there; itself where they are read in place."""
+        return self if self.rows is not None else replace(self, weights=tuple(map(memory.copy, self.weights)))
 
     def first(self, count: int) -> NativeLinear:
         """Of the first so many outputs, in the same memory."""
