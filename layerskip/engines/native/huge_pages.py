@@ -6,10 +6,13 @@ A virtual machine takes long to find where an ordinary page of 4 KiB lies, and a
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
 PAGE_BYTES = 2 << 20
+ADVICE = mmap.MADV_HUGEPAGE
+"""How such pages are asked for."""
 _PIECE_BYTES = 64 << 20
 _CACHE_LINE = 64
 
@@ -35,7 +38,8 @@ class HugePages:
 def _piece(size: int) -> torch.Tensor:
     """Bytes of memory that is taken when it is first written to."""
     pages = mmap.mmap(-1, size + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # of a kernel that knows of no such pages
+        pages.madvise(ADVICE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     start = -whole.data_ptr() % PAGE_BYTES
     return whole[start : start + size]

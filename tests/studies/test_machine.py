@@ -1,4 +1,4 @@
-"""Decoding beside another program: every kind of process is measured, and how threads wait is what was asked for."""
+"""What the machine's own settings do to decoding: pages, and threads that wait for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from studies.shared_cores.run import ROOT, main
+from studies.machine import huge_pages
+from studies.machine.spin_counts import ROOT, main
+from tests.layerskip.engines.test_native import needs_kernels
 
 DEMO = ROOT / "studies" / "demo"
 
@@ -31,7 +33,7 @@ def test_every_kind_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_other_process_ends_with_its_input() -> None:
-    command = [sys.executable, "-m", "studies.shared_cores.other_process", "1"]
+    command = [sys.executable, "-m", "studies.machine.other_process", "1"]
     told = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True).stdout
     assert told == "0\n"
 
@@ -39,3 +41,15 @@ def test_the_other_process_ends_with_its_input() -> None:
 def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--repeats", "0"]) == 2
     assert "--repeats: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_both_kinds_of_pages_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pages.json"
+    command = ["--model", str(DEMO / "model"), "--mask", "int8", "--new-tokens", "8", "--rounds", "2", "--repeats", "2"]
+    assert huge_pages.main([*command, "--threads", "1", "--out", str(out)]) == 0
+    repeats = json.loads(out.read_text(encoding="utf-8"))["repeats"]
+    assert [set(one) for one in repeats] == [{"huge", "ordinary"}] * 2
+    assert all(ms > 0 for one in repeats for times in one.values() for ms in times.values())
+    assert "| a drafted token | " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""python -m studies.shared_cores.run: decoding alone and beside another program on the same cores, by spin count.
+"""python -m studies.machine.spin_counts: decoding alone and beside another program on the same cores, by spin count.
 
 Threads that share a product wait for each other at its end. GNU's OpenMP lets them spin for a number of turns before
 they sleep (`GOMP_SPINCOUNT`); beside another program a spinning thread keeps its core from the one it waits for.
@@ -24,7 +24,7 @@ from layerskip.command_line.cli import OneLineParser, check_least
 from layerskip.cpp_library import SWITCH
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, spread
 
-PROG = "studies.shared_cores.run"
+PROG = "studies.machine.spin_counts"
 ROOT = STUDIES.parent
 SPIN_COUNT = "GOMP_SPINCOUNT"
 OWN_SPIN_COUNT = 300_000
@@ -49,7 +49,7 @@ class Measured:
 @contextmanager
 def _other_process(num_threads: int) -> Iterator[list[float]]:
     """Runs it; afterwards the list has how many products it made a second."""
-    command = [sys.executable, "-m", "studies.shared_cores.other_process", str(num_threads)]
+    command = [sys.executable, "-m", "studies.machine.other_process", str(num_threads)]
     environment = {name: value for name, value in os.environ.items() if name != SPIN_COUNT}
     found: list[float] = []
     with subprocess.Popen(
