@@ -55,13 +55,17 @@ class StepBytes:
     """Bytes of a weight; in rounded drafts it is fewer."""
     chosen_share: float = 1.0
     """Of all experts, what a token takes."""
+    head_row: int = 0
+    """Of `head`, a token id's."""
 
     def of(self, mask: SkipMask | None, num_tokens: int, context: int) -> int:
         """A forward over `num_tokens` after `context` cached tokens under a mask; None skips nothing."""
         bits = None if mask is None else mask.bits
         share = 1.0 if bits is None else BYTES[bits] / self.weight_size
         unread = (1 - self.chosen_share) ** num_tokens
-        total = self.head if bits is None else self.head // self.weight_size
+        narrowed = mask is not None and mask.draft_vocab is not None
+        head = min(self.head, mask.draft_vocab * self.head_row) if narrowed else self.head
+        total = head if bits is None else head // self.weight_size
         for i, layer in enumerate(self.layers):
             attention, mlp = (False, False) if mask is None else (mask.attention[i], mask.mlp[i])
             if not attention:
@@ -99,7 +103,9 @@ def step_bytes(model: LayerSkipModel) -> StepBytes:
     count = next((n for one in _COUNTS if (n := getattr(config, one, None))), None)
     share = 1.0 if count is None else config.num_experts_per_tok / count
     head_bytes = _parameter_bytes([head], engine)
-    return StepBytes(tuple(layers), head_bytes, max(1, head_bytes // head.weight.numel()), share)
+    return StepBytes(
+        tuple(layers), head_bytes, max(1, head_bytes // head.weight.numel()), share, head_bytes // len(head.weight)
+    )
 
 
 def read_bandwidth(engine: Engine) -> float:

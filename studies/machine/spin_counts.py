@@ -13,10 +13,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class Measured:
     spin_count: int
     is_alone: bool
     tokens_per_s: dict[str, float]
-    """By row of the benchmark."""
+    """Plain and under the config."""
     other_per_s: float | None
     """What the other program got done meanwhile."""
 
@@ -65,23 +64,15 @@ def _other_process(num_threads: int) -> Iterator[list[float]]:
 
 
 def measure(arguments: argparse.Namespace, *, kernels: bool, spin_count: int, is_alone: bool) -> Measured:
-    """Raises: CalledProcessError where the benchmark fails."""
+    """Of the first prompt's text. Raises: CalledProcessError where it cannot be decoded."""
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
     environment |= {SPIN_COUNT: str(spin_count)} | ({} if kernels else {SWITCH: "0"})
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bench.json"
-        command = [sys.executable, "-m", "layerskip.bench", "--config", str(arguments.config), "--json", str(file)]
-        command += ["--prompts", str(arguments.prompts), "--num-prompts", str(arguments.num_prompts)]
-        command += ["--max-new-tokens", str(arguments.new_tokens), "--repeats", "1", "--engine", "fused"]
-        command += ["--threads", str(arguments.threads), *(part for way in _WAYS for part in ("--only", way))]
-        others: list[float] = []
-        if is_alone:
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        else:
-            with _other_process(arguments.threads) as others:
-                subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    speeds = {row["name"]: row["tokens_per_s"] for row in rows if row["name"] in _WAYS}
+    command = [sys.executable, "-m", "studies.machine.decode", str(arguments.config), str(arguments.prompts)]
+    command += [str(arguments.threads), str(arguments.seconds)]
+    others: list[float] = []
+    with _other_process(arguments.threads) if not is_alone else nullcontext(others) as others:
+        told = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    speeds = json.loads(told.splitlines()[-1])
     return Measured(kernels, spin_count, is_alone, speeds, others[0] if others else None)
 
 
@@ -103,8 +94,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=STUDIES / "smollm2" / "bfloat16" / "best.json")
     parser.add_argument("--prompts", type=Path, default=STUDIES / "smollm2" / "held_out.jsonl")
-    parser.add_argument("--num-prompts", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=6.0, help="that a process decodes each way, or 512 tokens")
     parser.add_argument("--spin-counts", type=int, nargs="+", default=[OWN_SPIN_COUNT, 10_000, 1000, 100])
     parser.add_argument("--threads", type=int, default=2, help="of either process")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")
@@ -117,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_least(arguments, num_prompts=1, new_tokens=2, spin_counts=0, threads=1, repeats=1)
+    check_least(arguments, seconds=0, spin_counts=0, threads=1, repeats=1)
     check_out(arguments.out)
     kinds = list(itertools.product((True, False), arguments.spin_counts, (True, False)))
     found = []

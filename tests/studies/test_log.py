@@ -127,12 +127,13 @@ def test_the_readmes_tables_of_what_was_found_are_those_of_the_searches() -> Non
 
 
 def test_spec_benchs_tables_are_those_of_the_output() -> None:
-    from studies.regimes import by_group
+    from studies.regimes import by_group, table
 
     folder = ROOT / "studies" / "spec_bench"
     record = json.loads((folder / "smollm2" / "regimes.json").read_text(encoding="utf-8"))
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert all(by_group(one) in text for one in record["regimes"])
+    assert table(json.loads((folder / "smollm2" / "long.json").read_text(encoding="utf-8"))) in text
 
 
 def test_the_readmes_row_of_searches_is_that_of_the_output() -> None:

@@ -692,6 +692,8 @@ def test_bytes_of_a_step_by_hand() -> None:
     assert found.of(SkipMask.parse("2:0"), 1, 20) == 1000 + 407 + 4 * 10
     assert found.of(SkipMask.parse("2:a0,m1"), 1, 20) == 1000 + 300 + 7 + 100 + 7 + 4 * 10
     assert found.of(SkipMask.parse("2:a0,m1,int8"), 1, 20) == 250 + 75 + 7 + 25 + 7 + 4 * 10
+    narrow = StepBytes((full, sliding), head=1000, weight_size=4, head_row=20)
+    assert narrow.of(SkipMask.parse("2:v30,int8"), 1, 20) == 600 // 4 + 2 * (100 + 7) + 21 * 10 + 4 * 10
     mixture = LayerBytes(attention=100, mlp=300, other=7, cached_token=0, window=None, state=50, experts=200)
     found = StepBytes((mixture,), head=1000, weight_size=2, chosen_share=0.25)
     assert found.of(None, 1, 20) == 1000 + 100 + 50 + 100 + 50 + 7
@@ -710,7 +712,7 @@ def test_bytes_of_a_llama(name: str) -> None:
         cached_token=size * 2 * keys,
         window=None,
     )
-    assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB, size)
+    assert found == StepBytes((layer,) * zoo.NUM_LAYERS, size * hidden * zoo.VOCAB, size, head_row=size * hidden)
 
 
 def test_float32_weights_of_16_bits_are_counted_as_kernels_read_them() -> None:

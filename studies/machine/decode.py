@@ -1,0 +1,50 @@
+"""Decodes plainly and under a config, a few seconds each; prints the tokens a second as JSON. See `spin_counts`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from layerskip import DecodeConfig, LayerSkipModel
+from layerskip.command_line.cli import quiet_libraries, quiet_torchao
+from layerskip.prompts import encode_prompt, read_prompts
+
+_WARM_UP, _NEW_TOKENS = 8, 512
+
+
+def tokens_per_s(model: LayerSkipModel, config: DecodeConfig, prompt: tuple[int, ...], seconds: float) -> float:
+    """Of greedy text behind its first token, for so long or `_NEW_TOKENS`."""
+    began, count = None, 0
+    for piece in model.stream(prompt, max_new_tokens=_NEW_TOKENS, config=config, do_sample=False, eos_token_id=[]):
+        now = time.perf_counter()
+        if began is None:
+            began = now
+            continue
+        count += len(piece.ids)
+        if now - began > seconds:
+            break
+    return count / (now - (began or now))
+
+
+def main() -> int:
+    config_file, prompts_file, threads, seconds = sys.argv[1:]
+    quiet_torchao()
+    quiet_libraries()
+    torch.set_num_threads(int(threads))
+    model = LayerSkipModel.from_config(Path(config_file), engine="fused")
+    prompt = encode_prompt(read_prompts(prompts_file)[0], model, room=_NEW_TOKENS)
+    ways = {"plain": DecodeConfig.plain(model.num_layers), "speculative": model.config.bare()}
+    found = {}
+    for name, config in ways.items():
+        model.generate(prompt, max_new_tokens=_WARM_UP, config=config, do_sample=False, eos_token_id=[])
+        found[name] = tokens_per_s(model, config, prompt, float(seconds))
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
