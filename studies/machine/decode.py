@@ -1,19 +1,18 @@
-"""Decodes plainly and under a config, a few seconds each; prints the tokens a second as JSON. See `spin_counts`."""
+"""Decodes plainly and with 8-bit drafts, a few seconds each; prints the tokens a second as JSON. See `spin_counts`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from layerskip import DecodeConfig, LayerSkipModel
+from layerskip import DecodeConfig, LayerSkipModel, SkipMask
 from layerskip.command_line.cli import quiet_libraries, quiet_torchao
 from layerskip.prompts import encode_prompt, read_prompts
 
-_WARM_UP, _NEW_TOKENS = 8, 512
+_WARM_UP, _NEW_TOKENS, _GAMMA = 8, 512, 4
 
 
 def tokens_per_s(model: LayerSkipModel, config: DecodeConfig, prompt: tuple[int, ...], seconds: float) -> float:
@@ -31,13 +30,14 @@ def tokens_per_s(model: LayerSkipModel, config: DecodeConfig, prompt: tuple[int,
 
 
 def main() -> int:
-    config_file, prompts_file, threads, seconds = sys.argv[1:]
+    folder, dtype, prompts_file, threads, seconds = sys.argv[1:]
     quiet_torchao()
     quiet_libraries()
     torch.set_num_threads(int(threads))
-    model = LayerSkipModel.from_config(Path(config_file), engine="fused")
+    model = LayerSkipModel.from_pretrained(folder, device="cpu", dtype=dtype, engine="fused", looks_for_config=False)
     prompt = encode_prompt(read_prompts(prompts_file)[0], model, room=_NEW_TOKENS)
-    ways = {"plain": DecodeConfig.plain(model.num_layers), "speculative": model.config.bare()}
+    drafting = DecodeConfig(skip_mask=SkipMask.none(model.num_layers).rounded(8), gamma=_GAMMA)
+    ways = {"plain": DecodeConfig.plain(model.num_layers), "speculative": drafting}
     found = {}
     for name, config in ways.items():
         model.generate(prompt, max_new_tokens=_WARM_UP, config=config, do_sample=False, eos_token_id=[])

@@ -40,7 +40,7 @@ class Measured:
     spin_count: int
     is_alone: bool
     tokens_per_s: dict[str, float]
-    """Plain and under the config."""
+    """Plain and with 8-bit drafts."""
     other_per_s: float | None
     """What the other program got done meanwhile."""
 
@@ -67,8 +67,8 @@ def measure(arguments: argparse.Namespace, *, kernels: bool, spin_count: int, is
     """Of the first prompt's text. Raises: CalledProcessError where it cannot be decoded."""
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
     environment |= {SPIN_COUNT: str(spin_count)} | ({} if kernels else {SWITCH: "0"})
-    command = [sys.executable, "-m", "studies.machine.decode", str(arguments.config), str(arguments.prompts)]
-    command += [str(arguments.threads), str(arguments.seconds)]
+    command = [sys.executable, "-m", "studies.machine.decode", arguments.model, arguments.dtype]
+    command += [str(arguments.prompts), str(arguments.threads), str(arguments.seconds)]
     others: list[float] = []
     with _other_process(arguments.threads) if not is_alone else nullcontext(others) as others:
         told = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -92,7 +92,8 @@ def table(found: Sequence[Measured]) -> str:
 
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m {PROG}", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=STUDIES / "smollm2" / "bfloat16" / "best.json")
+    parser.add_argument("--model", default=str(STUDIES / "smollm2" / "model"), help="Hugging Face id or folder")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--prompts", type=Path, default=STUDIES / "smollm2" / "held_out.jsonl")
     parser.add_argument("--seconds", type=float, default=6.0, help="that a process decodes each way, or 512 tokens")
     parser.add_argument("--spin-counts", type=int, nargs="+", default=[OWN_SPIN_COUNT, 10_000, 1000, 100])

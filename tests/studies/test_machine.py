@@ -19,7 +19,7 @@ DEMO = ROOT / "studies" / "demo"
 @pytest.mark.slow
 def test_every_kind_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    command = ["--config", str(DEMO / "best.json"), "--prompts", str(DEMO / "held_out.jsonl")]
+    command = ["--model", str(DEMO / "model"), "--dtype", "float32", "--prompts", str(DEMO / "held_out.jsonl")]
     command += ["--seconds", "0.1", "--spin-counts", "1000", "--threads", "1", "--repeats", "1", "--out", str(out)]
     assert main(command) == 0
     found = json.loads(out.read_text(encoding="utf-8"))["found"]
