@@ -63,8 +63,8 @@ class StepBytes:
         bits = None if mask is None else mask.bits
         share = 1.0 if bits is None else BYTES[bits] / self.weight_size
         unread = (1 - self.chosen_share) ** num_tokens
-        narrowed = mask is not None and mask.draft_vocab is not None
-        head = min(self.head, mask.draft_vocab * self.head_row) if narrowed else self.head
+        count = None if mask is None else mask.draft_vocab
+        head = self.head if count is None else min(self.head, count * self.head_row)
         total = head if bits is None else head // self.weight_size
         for i, layer in enumerate(self.layers):
             attention, mlp = (False, False) if mask is None else (mask.attention[i], mask.mlp[i])

@@ -42,7 +42,6 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     2 for bad input (ValueError, OSError, CommandError), 130 for Ctrl-C, 141 for a closed pipe.
     """
     quiet_torchao()
-    let_others_compute()
     try:
         code = command()
         sys.stdout.flush()
@@ -97,17 +96,6 @@ class _OnStderr(logging.Handler):
             sys.stderr.write(f"{self.format(record)}\n")
         except Exception:  # noqa: BLE001 (what cannot be told must not end a run; the base class shows why)
             self.handleError(record)
-
-
-def let_others_compute() -> None:
-    """Threads that wait for each other's part of a product sleep soon, where the environment does not say how.
-
-    GNU's OpenMP, which torch brings on Linux and reads this when it is loaded, lets them spin for 300,000 turns: beside
-    another program on the same cores each then keeps its core from the one that it waits for. After this many it lets
-    them sleep by itself where it knows of more threads than cores. Worth: `python -m studies.machine.spin_counts`.
-    """
-    if not any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
-        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def quiet_torchao() -> None:
