@@ -67,8 +67,7 @@ def measure(models: Sequence[tuple[LayerSkipModel, DecodeConfig]], rounds: int, 
     """Of each model, in turns."""
     found: list[list[tuple[float, float, float]]] = [[] for _ in models]
     for turn in range(rounds):
-        for place in range(len(models)):
-            place = (place + turn) % len(models)
+        for place in ((one + turn) % len(models) for one in range(len(models))):
             model, config = models[place]
             plain, drafting = (
                 _decode(model, one, new_tokens) for one in (DecodeConfig.plain(model.num_layers), config)
