@@ -9,7 +9,7 @@ import time
 import torch
 
 from layerskip import DecodeConfig, LayerSkipModel, SkipMask
-from layerskip.command_line.cli import quiet_libraries, quiet_torchao
+from layerskip.command_line.cli import quiet_libraries, run_command
 from layerskip.prompts import encode_prompt, read_prompts
 
 _WARM_UP, _NEW_TOKENS, _GAMMA = 8, 512, 4
@@ -30,8 +30,11 @@ def tokens_per_s(model: LayerSkipModel, config: DecodeConfig, prompt: tuple[int,
 
 
 def main() -> int:
+    return run_command("studies.machine.decode", _run)
+
+
+def _run() -> int:
     folder, dtype, prompts_file, threads, seconds = sys.argv[1:]
-    quiet_torchao()
     quiet_libraries()
     torch.set_num_threads(int(threads))
     model = LayerSkipModel.from_pretrained(folder, device="cpu", dtype=dtype, engine="fused", looks_for_config=False)

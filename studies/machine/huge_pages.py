@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -39,28 +38,16 @@ class Times:
     """Of `_GAMMA` drafts."""
 
 
-@contextmanager
-def _ordinary_pages() -> Iterator[None]:
-    with patch.object(huge_pages, "ADVICE", mmap.MADV_NOHUGEPAGE):
-        yield
-
-
 def load(name: str, dtype: str, mask: str, *, huge: bool) -> tuple[LayerSkipModel, DecodeConfig]:
     """A model and how it drafts, its weights packed already. Raises: CommandError where there are no kernels."""
-
-    def loaded() -> tuple[LayerSkipModel, DecodeConfig]:
+    with patch.object(huge_pages, "ADVICE", mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE):
         model = LayerSkipModel.from_pretrained(name, device="cpu", dtype=dtype, engine="fused", looks_for_config=False)
         maker = getattr(model.engine, "maker", None)
         if not isinstance(maker, NativeLayers) or maker.in_place:
             raise CommandError("weights are not packed: that takes kernels for this CPU, and memory for a copy of them")
         config = DecodeConfig(skip_mask=SkipMask.parse(f"{model.num_layers}:{mask}"), gamma=_GAMMA)
         model.generate(_PROMPT, max_new_tokens=8, config=config, do_sample=False, eos_token_id=[])
-        return model, config
-
-    if huge:
-        return loaded()
-    with _ordinary_pages():
-        return loaded()
+    return model, config
 
 
 def measure(models: Sequence[tuple[LayerSkipModel, DecodeConfig]], rounds: int, new_tokens: int) -> list[Times]:

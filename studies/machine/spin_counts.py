@@ -19,12 +19,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from layerskip.command_line.cli import OneLineParser, check_least
+from layerskip.command_line.cli import CommandError, OneLineParser, check_least
 from layerskip.cpp_library import SWITCH
 from studies.results import STUDIES, check_out, facts, finish, markdown_table, run_study, spread
+from studies.scaling.servers import ROOT
 
 PROG = "studies.machine.spin_counts"
-ROOT = STUDIES.parent
 SPIN_COUNT = "GOMP_SPINCOUNT"
 OWN_SPIN_COUNT = 300_000
 """Of GNU's OpenMP, where nothing is said."""
@@ -64,15 +64,17 @@ def _other_process(num_threads: int) -> Iterator[list[float]]:
 
 
 def measure(arguments: argparse.Namespace, *, kernels: bool, spin_count: int, is_alone: bool) -> Measured:
-    """Of the first prompt's text. Raises: CalledProcessError where it cannot be decoded."""
+    """Of the first prompt's text. Raises: CommandError where it cannot be decoded."""
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
     environment |= {SPIN_COUNT: str(spin_count)} | ({} if kernels else {SWITCH: "0"})
     command = [sys.executable, "-m", "studies.machine.decode", arguments.model, arguments.dtype]
     command += [str(arguments.prompts), str(arguments.threads), str(arguments.seconds)]
     others: list[float] = []
     with _other_process(arguments.threads) if not is_alone else nullcontext(others) as others:
-        told = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    speeds = json.loads(told.splitlines()[-1])
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CommandError(done.stderr.strip().rpartition("\n")[2])
+    speeds = json.loads(done.stdout.splitlines()[-1])
     return Measured(kernels, spin_count, is_alone, speeds, others[0] if others else None)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from studies.machine import huge_pages
-from studies.machine.spin_counts import ROOT, main
+from studies.machine.spin_counts import main
+from studies.scaling.servers import ROOT
 from tests.layerskip.engines.test_native import needs_kernels
 
 DEMO = ROOT / "studies" / "demo"
@@ -36,6 +37,13 @@ def test_the_other_process_ends_with_its_input() -> None:
     command = [sys.executable, "-m", "studies.machine.other_process", "1"]
     told = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True).stdout
     assert told == "0\n"
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tmp_path / "none"), "--prompts", str(DEMO / "held_out.jsonl")]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "none") in told
+    assert told.count("\n") == 1
 
 
 def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
