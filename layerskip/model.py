@@ -40,6 +40,7 @@ from layerskip.huggingface.placement import Placement
 from layerskip.huggingface.quantization.products import lack_of_rounded_room
 from layerskip.huggingface.quantization.weights import quantization_of
 from layerskip.huggingface.rounding import RoundingSpread, is_reduced, measure_rounding
+from layerskip.openmp import release_team
 from layerskip.rounds.grammar import Grammar, GrammarTokens
 from layerskip.rounds.logprobs import MAX_LOGPROBS, TokenLogprobs
 from layerskip.rounds.penalties import LogitEdits
@@ -221,6 +222,7 @@ class LayerSkipModel:
         self._config = DecodeConfig.plain(self.num_layers)
         if config is not None:
             self.config = config
+        release_team()  # a server decodes in another thread than the one that loads
 
     @classmethod
     def from_pretrained(
