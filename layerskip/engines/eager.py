@@ -11,6 +11,7 @@ from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.states import StatesEngine
 from layerskip.engines.tree import DraftTree
 from layerskip.huggingface.adapter import ForcedPositions
+from layerskip.openmp import computing
 from layerskip.rounds.preparation import ForwardPlan
 
 
@@ -21,7 +22,7 @@ class EagerEngine(StatesEngine):
 
     @contextmanager
     def session(self, capacity: int) -> Iterator[None]:
-        with self._adapter.attached():
+        with self._adapter.attached(), computing(self.device):
             self._cache = self._adapter.new_cache(capacity)
             try:
                 yield

@@ -42,6 +42,7 @@ from layerskip.huggingface.growing_keys import over_growing_keys
 from layerskip.huggingface.kv_cache import SharedLengthCache, first_visible
 from layerskip.huggingface.memory import lack_of_room
 from layerskip.huggingface.quantization.products import check_room
+from layerskip.openmp import computing
 from layerskip.rounds.preparation import ForwardPlan
 
 LOG = logging.getLogger(__name__)
@@ -136,15 +137,16 @@ class FusedEngine(StatesEngine):
         if self._cache is not None:
             raise RuntimeError(ALREADY_DECODING)
         self._cache, self._runs = cache, {}
-        try:
-            # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
-            with torch.inference_mode():
-                self._make_position_table(cache.capacity)
-                self._allocate()
-            yield
-        finally:
-            self._end_session()
-            self._held, self._runs = [], {}
+        with computing(self.device):
+            try:
+                # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
+                with torch.inference_mode():
+                    self._make_position_table(cache.capacity)
+                    self._allocate()
+                yield
+            finally:
+                self._end_session()
+                self._held, self._runs = [], {}
 
     def forward(self, input_ids: torch.Tensor, mask: SkipMask | None = None, *, num_logits: int = 1) -> torch.Tensor:
         return self.compute([Forward(self, input_ids, num_logits, mask)])[0]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from layerskip.config.skip_mask import SkipMask
 from layerskip.engines.base import Engine
 from layerskip.huggingface.adapter import ModelAdapter, widened
-from layerskip.openmp import release_team
 from layerskip.rounds.preparation import ForwardPlan
 
 
@@ -95,4 +94,3 @@ class StatesEngine(Engine):
 
     def _end_session(self) -> None:
         self._cache = self._states = None
-        release_team()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from studies.machine import huge_pages
-from studies.machine.spin_counts import main
+from studies.machine.teams import main
 from studies.scaling.servers import ROOT
 from tests.layerskip.engines.test_native import needs_kernels
 
@@ -21,16 +21,15 @@ DEMO = ROOT / "studies" / "demo"
 def test_every_kind_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     command = ["--model", str(DEMO / "model"), "--dtype", "float32", "--prompts", str(DEMO / "held_out.jsonl")]
-    command += ["--seconds", "0.1", "--spin-counts", "1000", "--threads", "1", "--repeats", "1", "--out", str(out)]
-    assert main(command) == 0
+    assert main([*command, "--seconds", "0.1", "--threads", "1", "--repeats", "1", "--out", str(out)]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))["found"]
-    assert [(one["kernels"], one["is_alone"]) for one in found] == [
-        (k, a) for k in (True, False) for a in (True, False)
-    ]
+    places = ("alone", "in a second thread", "beside another program")
+    assert [(one["kernels"], one["place"]) for one in found[::2]] == [(k, p) for k in (True, False) for p in places]
+    assert [one["is_watched"] for one in found] == [True, False] * 6
     assert all(set(one["tokens_per_s"]) == {"plain", "speculative"} for one in found)
-    assert all((one["other_per_s"] is None) == one["is_alone"] for one in found)
-    assert all(one["is_alone"] or one["other_per_s"] > 0 for one in found)
-    assert "| kernels | 1000 | " in capsys.readouterr().out
+    assert all((one["other_per_s"] is None) == (one["place"] != places[2]) for one in found)
+    assert all(one["other_per_s"] is None or one["other_per_s"] > 0 for one in found)
+    assert "| kernels | alone | " in capsys.readouterr().out
 
 
 def test_the_other_process_ends_with_its_input() -> None:
