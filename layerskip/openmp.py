@@ -23,6 +23,8 @@ import torch
 
 MOST_WAITED = 0.6
 """Seconds in a second that this process's threads may wait for a core, all together, before they no longer spin."""
+_CALM = 0.2
+"""So much, and nobody else wants the cores."""
 _LOOK_S, _PATIENCE_S = 0.3, 5.0
 _PAUSE_SOFT = 1
 """Of OpenMP: what has been set, such as the number of threads, stays."""
@@ -89,13 +91,20 @@ class _Watch:
     def _run(self) -> None:
         while True:
             self._is_computing.wait()
-            began, before = time.perf_counter(), _waited_s()
-            time.sleep(_LOOK_S)
-            waited = sum(total - before[task] for task, total in _waited_s().items() if task in before)
-            if waited / (time.perf_counter() - began) > MOST_WAITED:
+            if _share_waited() > MOST_WAITED:
                 _make_team_too_many()
-                time.sleep(_PATIENCE_S)
+                give_up = time.monotonic() + _PATIENCE_S  # where others take a core now and then it is better to spin
+                while _share_waited() > _CALM and time.monotonic() < give_up:
+                    pass
                 release_team()
+
+
+def _share_waited() -> float:
+    """Seconds in a second that threads wait for a core, all together, measured for `_LOOK_S`."""
+    began, before = time.perf_counter(), _waited_s()
+    time.sleep(_LOOK_S)
+    waited = sum(total - before[task] for task, total in _waited_s().items() if task in before)
+    return waited / (time.perf_counter() - began)
 
 
 def _waited_s() -> dict[str, float]:

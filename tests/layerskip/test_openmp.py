@@ -79,19 +79,34 @@ def test_the_last_run_ends_the_team() -> None:
 
 @pytest.mark.parametrize("waited", [0.5, 0.7])
 def test_threads_sleep_while_a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch, waited: float) -> None:
+    """And spin again as soon as none is."""
+    share = waited
     monkeypatch.setattr(openmp, "_LOOK_S", 0.02)
-    monkeypatch.setattr(openmp, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(openmp, "_waited_s", lambda: {"1": waited * time.perf_counter(), str(time.time()): 1e9})
+    monkeypatch.setattr(openmp, "_PATIENCE_S", 1e9)
+    monkeypatch.setattr(openmp, "_waited_s", lambda: {"1": share * time.perf_counter(), str(time.time()): 1e9})
     watch = _Watch()
     watch.begin()
-    alone = num_threads()
-    library = openmp._library()
+    alone, library = num_threads(), openmp._library()
     assert library is not None
     size = max(2, library.omp_get_num_procs() - 3 + 2)
     is_long = waited > openmp.MOST_WAITED
     assert comes_true(lambda: num_threads() == alone + size - 1, 10 if is_long else 0.5) == is_long
-    assert watch.end() == 0
+    share = 0.0
     assert comes_true(lambda: num_threads() == alone)
+    assert watch.end() == 0
+
+
+def test_they_spin_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "_LOOK_S", 0.02)
+    monkeypatch.setattr(openmp, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(openmp, "_waited_s", lambda: {"1": time.perf_counter()})
+    watch = _Watch()
+    watch.begin()
+    alone = num_threads()
+    for _ in range(2):
+        assert comes_true(lambda: num_threads() > alone)
+        assert comes_true(lambda: num_threads() == alone)
+    watch.end()
 
 
 def test_every_thread_is_watched() -> None:
