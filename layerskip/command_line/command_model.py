@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from layerskip.command_line.cli import quiet_libraries
 from layerskip.config.decode_config import ABOUT_QUANTIZATION, ENGINE_NAMES, DecodeConfig, QuantizationName
 from layerskip.huggingface.device_map import ABOUT_DEVICE_MAP, DeviceMap, parse_device_map, refuse_torchrun
+from layerskip.machine.host import keep_to_cpu_limit
 
 if TYPE_CHECKING:
     from layerskip.model import LayerSkipModel
@@ -98,13 +99,14 @@ def load_model(
     if arguments.model is None and (config is None or tuned is None):
         raise ValueError("--model: is required, the config does not name a model")
     name = arguments.model or resolve_model_path(tuned.model, arguments.config)  # type: ignore[union-attr]
-    threads = arguments.threads
-    if threads is None and tuned is not None:
-        threads = tuned.num_threads
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"--threads: must be at least 1, got {threads}")
-        torch.set_num_threads(threads)
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise ValueError(f"--threads: must be at least 1, got {arguments.threads}")
+        torch.set_num_threads(arguments.threads)
+    else:
+        if tuned is not None and tuned.num_threads is not None:
+            torch.set_num_threads(tuned.num_threads)
+        keep_to_cpu_limit()
     model = LayerSkipModel.from_pretrained(
         name,
         config=config,

@@ -17,6 +17,11 @@ from typing import Any
 _FIX_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Whoever sets one of these has decided on the number of threads."""
 
+_GROUP = Path("/sys/fs/cgroup")
+"""Of the container that this process is in, where it is in one."""
+_CPU_LIMITS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+"""Files there that say how much time in how much all its threads may compute: of cgroup v2, and of v1."""
+
 _MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of <malloc.h>."""
 
@@ -60,6 +65,26 @@ def num_cores() -> int:
 def threads_are_fixed() -> bool:
     """Whether the environment says how many threads there are to be."""
     return any(os.environ.get(name) for name in _FIX_THREADS)
+
+
+def cpu_limit() -> float | None:
+    """How many cores the container that this process is in may keep busy; None where there is no limit."""
+    for files in _CPU_LIMITS:
+        with suppress(OSError, ValueError):
+            quota, period = " ".join((_GROUP / file).read_text(encoding="ascii") for file in files).split()
+            if (cores := int(quota) / int(period)) > 0:
+                return cores
+    return None
+
+
+def keep_to_cpu_limit() -> None:
+    """Have torch compute on no more threads than a container may keep busy: all would stop until the next tenth of a
+    second. Nothing changes where the environment says how many there are to be."""
+    import torch
+
+    limit = None if threads_are_fixed() else cpu_limit()
+    if limit is not None and limit < torch.get_num_threads():
+        torch.set_num_threads(max(1, int(limit)))
 
 
 def package_version(name: str) -> str:

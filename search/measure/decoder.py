@@ -18,7 +18,7 @@ from layerskip.config.lossy_acceptance import Distance
 from layerskip.config.sampling_regime import Sampling
 from layerskip.decoding.prefix_cache import PrefixCache
 from layerskip.decoding.stats import DecodeStats
-from layerskip.machine.host import return_large_blocks, trim_heap
+from layerskip.machine.host import keep_to_cpu_limit, return_large_blocks, trim_heap
 from layerskip.rounds.sampling import SamplingParams, seeded_sampler
 from search.study.spec import StudySpec
 
@@ -247,6 +247,8 @@ def load_model(spec: StudySpec) -> Any:
     return_large_blocks()
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
+    else:
+        keep_to_cpu_limit()
     from layerskip import LayerSkipModel
 
     return LayerSkipModel.from_pretrained(
