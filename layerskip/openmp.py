@@ -21,10 +21,9 @@ from pathlib import Path
 
 import torch
 
-MOST_WAITED = 0.6
-"""Seconds in a second that this process's threads may wait for a core, all together, before they no longer spin."""
-_CALM = 0.2
-"""So much, and nobody else wants the cores."""
+_MOST_WAITED, _CALM = 0.6, 0.2
+"""Seconds in a second that this process's threads wait for a core, all together: with more they no longer spin, with less
+nobody else wants the cores."""
 _LOOK_S, _PATIENCE_S = 0.3, 5.0
 _PAUSE_SOFT = 1
 """Of OpenMP: what has been set, such as the number of threads, stays."""
@@ -91,7 +90,7 @@ class _Watch:
     def _run(self) -> None:
         while True:
             self._is_computing.wait()
-            if _share_waited() > MOST_WAITED:
+            if _share_waited() > _MOST_WAITED:
                 _make_team_too_many()
                 give_up = time.monotonic() + _PATIENCE_S  # where others take a core now and then it is better to spin
                 while _share_waited() > _CALM and time.monotonic() < give_up:
@@ -110,9 +109,10 @@ def _share_waited() -> float:
 def _waited_s() -> dict[str, float]:
     """By thread, how long it has waited for a core so far; nothing where the system does not tell."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError, IndexError, ValueError):  # it has ended, or nobody counts
-            found[task.name] = int((task / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    with suppress(OSError):  # too many open files
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError, IndexError, ValueError):  # it has ended, or nobody counts
+                found[task.name] = int((task / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     return found
 
 

@@ -89,7 +89,7 @@ def test_threads_sleep_while_a_core_is_waited_for(monkeypatch: pytest.MonkeyPatc
     alone, library = num_threads(), openmp._library()
     assert library is not None
     size = max(2, library.omp_get_num_procs() - 3 + 2)
-    is_long = waited > openmp.MOST_WAITED
+    is_long = waited > openmp._MOST_WAITED
     assert comes_true(lambda: num_threads() == alone + size - 1, 10 if is_long else 0.5) == is_long
     share = 0.0
     assert comes_true(lambda: num_threads() == alone)
