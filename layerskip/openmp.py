@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 _MOST_WAITED, _CALM = 0.6, 0.2
-"""Seconds in a second that this process's threads wait for a core, all together: with more they no longer spin, with less
-nobody else wants the cores."""
+"""Seconds in a second that this process's threads wait for a core, all together: with more they no longer spin, with
+less nobody else wants the cores."""
 _LOOK_S, _PATIENCE_S = 0.3, 5.0
 _PAUSE_SOFT = 1
 """Of OpenMP: what has been set, such as the number of threads, stays."""
