@@ -77,7 +77,8 @@ class _Watch:
             self._is_computing.set()
             if self._thread is None or not self._thread.is_alive():  # as after a fork
                 self._thread = threading.Thread(target=self._run, name="wait for a core", daemon=True)
-                self._thread.start()
+                with suppress(RuntimeError):  # no more threads to be had: decoded all the same
+                    self._thread.start()
 
     def end(self) -> int:
         """How many still compute."""

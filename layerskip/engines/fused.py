@@ -136,8 +136,8 @@ class FusedEngine(StatesEngine):
         """A session on a cache of the caller's; buffers that it has already stay."""
         if self._cache is not None:
             raise RuntimeError(ALREADY_DECODING)
-        self._cache, self._runs = cache, {}
         with computing(self.device):
+            self._cache, self._runs = cache, {}
             try:
                 # Not around the yield: inference mode belongs to the thread, and the caller runs its own code in here.
                 with torch.inference_mode():

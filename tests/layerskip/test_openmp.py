@@ -109,6 +109,17 @@ def test_they_spin_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.end()
 
 
+def test_without_room_for_a_thread_that_watches_it_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(openmp, "_WATCH", _Watch())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    model = LayerSkipModel(zoo.build("llama"), engine="fused")
+    assert len(model.generate([1, 2, 3], max_new_tokens=4).ids) == 4
+    assert openmp._WATCH.end() == -1
+
+
 def test_every_thread_is_watched() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
