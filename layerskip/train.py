@@ -9,6 +9,7 @@ from pathlib import Path
 
 from layerskip.command_line.cli import OneLineParser, check_least, quiet_libraries, run_command
 from layerskip.command_line.command_model import add_quantization_argument
+from layerskip.machine.host import keep_to_cpu_limit
 
 PROG = "layerskip.train"
 
@@ -110,6 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    else:
+        keep_to_cpu_limit()
     model = LayerSkipModel.from_pretrained(
         arguments.model,
         device=arguments.device,
